@@ -1,0 +1,124 @@
+"""jaxkv: reuse of transformer KV state in JAX, exact where it can be and measured where it is not.
+
+    model = jaxkv.load("smollm2-135m")
+    engine = jaxkv.Engine(model, num_pages=1024)
+    first = engine.prefill(tokens)
+    edited = engine.edit(first.sequence, new_tokens, jaxkv.SCR() | jaxkv.FirstK(32))
+    print(edited.reuse.kind, edited.reuse.ledger)
+
+Beneath `Engine` the pure functions work without it: `prefill`, `decode`, `decode_many`, `relocate`,
+`forward_dense` on values of `KVPages`, `PageTable` and `StepInput`.
+"""
+
+from jaxkv.cache.contract import CacheContract
+from jaxkv.cache.pages import KVPages, make_pages
+from jaxkv.cache.match import Cause, Match, MatchEnd
+from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.pool import PagePool
+from jaxkv.cache.sequence import Origin, Run, Sequence
+from jaxkv.cache.table import GroupInput, PageTable, StepInput, build_table
+from jaxkv.divergence import Divergence, divergence, layer_divergence
+from jaxkv.engine import Engine
+from jaxkv.errors import (
+    CapacityError,
+    ConfigError,
+    ContractError,
+    FetchError,
+    FormatError,
+    HandleError,
+    JaxkvError,
+    RelocationError,
+    TokenError,
+)
+from jaxkv.generation import Sampling
+from jaxkv.io.models import Model, load
+from jaxkv.model.config import ModelConfig, RopeConfig
+from jaxkv.model.params import Params, init_params, params_digest
+from jaxkv.model.transformer import forward_dense
+from jaxkv.results import Generation, KVState, Reuse, StepResult
+from jaxkv.reuse.diff import Span, diff
+from jaxkv.reuse.ledger import Ledger, prefix_reuse_flops
+from jaxkv.reuse.plan import ReusePlan, plan
+from jaxkv.reuse.policies import (
+    SCR,
+    Drop,
+    Edit,
+    Exact,
+    FirstK,
+    Forget,
+    NoRotation,
+    Policy,
+    Selection,
+    Sinks,
+    policy_from_name,
+)
+from jaxkv.steps import DecodeInput, Moves, decode, decode_many, prefill, relocate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SCR",
+    "CacheContract",
+    "CapacityError",
+    "Cause",
+    "ConfigError",
+    "ContractError",
+    "DecodeInput",
+    "Divergence",
+    "Drop",
+    "Edit",
+    "Engine",
+    "Exact",
+    "FetchError",
+    "FirstK",
+    "Forget",
+    "FormatError",
+    "Generation",
+    "GroupInput",
+    "HandleError",
+    "JaxkvError",
+    "KVPages",
+    "KVState",
+    "Ledger",
+    "Match",
+    "MatchEnd",
+    "Model",
+    "ModelConfig",
+    "Moves",
+    "NoRotation",
+    "Origin",
+    "PagePool",
+    "PageTable",
+    "Params",
+    "Policy",
+    "PrefixIndex",
+    "RelocationError",
+    "Reuse",
+    "ReusePlan",
+    "RopeConfig",
+    "Run",
+    "Sampling",
+    "Selection",
+    "Sequence",
+    "Sinks",
+    "Span",
+    "StepInput",
+    "StepResult",
+    "TokenError",
+    "build_table",
+    "decode",
+    "decode_many",
+    "diff",
+    "divergence",
+    "forward_dense",
+    "init_params",
+    "layer_divergence",
+    "load",
+    "make_pages",
+    "params_digest",
+    "plan",
+    "policy_from_name",
+    "prefill",
+    "prefix_reuse_flops",
+    "relocate",
+]

@@ -1,0 +1,61 @@
+"""What a lookup in the prefix index answers: how much is cached, where, and why not more."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from jaxkv.cache.sequence import PAGE
+from jaxkv.typing import Int32
+
+
+class Cause(enum.StrEnum):
+    """Why a match ended where it did."""
+
+    COMPLETE = "complete"  # the whole prompt is cached
+    LAST_TOKEN = "last_token"  # all but the last token: one has to be computed for its logits
+    LIMIT = "limit"  # the caller asked for no more
+    TOKENS = "tokens"  # what is cached here goes on with another token
+    EXHAUSTED = "exhausted"  # what is cached here ends
+    ABSENT = "absent"  # nothing is cached under this contract
+    GRANULARITY = "granularity"  # cut back to the chunk grid
+    DISABLED = "disabled"  # the caller asked for no reuse
+
+
+_EXPLANATIONS = {
+    Cause.COMPLETE: "the whole prompt of {at} tokens is cached",
+    Cause.LAST_TOKEN: "all but the last token is cached; that one, at position {at}, is computed",
+    Cause.LIMIT: "the match was limited to {at} tokens",
+    Cause.TOKENS: "tokens differ at position {at}",
+    Cause.EXHAUSTED: "the cached run ends at position {at}",
+    Cause.ABSENT: "nothing is cached under this contract",
+    Cause.GRANULARITY: "cut back to the chunk grid at position {at}",
+    Cause.DISABLED: "reuse was not asked for",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MatchEnd:
+    """Why a match ended at `position`; `before` is the end that the chunk grid cut back, if any."""
+
+    cause: Cause
+    position: int
+    before: MatchEnd | None = None
+
+    def __str__(self) -> str:
+        text = _EXPLANATIONS[self.cause].format(at=self.position)
+        return text if self.before is None else f"{text}; before that, {self.before}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Match:
+    """The longest cached prefix of a prompt, pinned: the caller owes a release of `pages`."""
+
+    length: int
+    segments: Int32  # i32[W, 4], positions 0..length-1 in order, each slot at its birth
+    end: MatchEnd
+
+    @property
+    def pages(self) -> Int32:
+        """i32[W], the references taken for the caller, one for each segment row."""
+        return self.segments[:, PAGE]

@@ -1,0 +1,175 @@
+"""Nodes of the prefix index and their payload: runs of tokens and the segments that hold their KV.
+
+The index itself (`prefix.py`) knows paths, ages and references; what a payload is, how it is cut and
+joined, and what makes it valid is known here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxkv.cache.pool import PagePool
+from jaxkv.cache.sequence import EMPTY_SEGMENTS, FIRST, HI, LO, PAGE, frozen
+from jaxkv.errors import ContractError, HandleError
+from jaxkv.typing import Int32
+
+TOKEN_BYTES = 4
+
+
+class Node:
+    """A run of tokens behind its parent's. A root has no parent and no tokens."""
+
+    __slots__ = (
+        "children",
+        "continues",
+        "end",
+        "first_hi",
+        "key",
+        "parent",
+        "queued",
+        "segments",
+        "stamp",
+        "start",
+    )
+
+    def __init__(
+        self, parent: Node | None, start: int, key: bytes, segments: Int32, stamp: int
+    ) -> None:
+        self.parent = parent  # None: a root, or no longer in the tree
+        self.children: dict[int, Node] = {}  # by first token
+        self.stamp = stamp  # time of the last match or insert that passed here
+        self.queued = False  # whether the eviction heap has an entry for this node
+        self.hold(start, key, segments)
+
+    def hold(self, start: int, key: bytes, segments: Int32) -> None:
+        """Sets what the node holds: tokens from position `start` on, and their segments, i32[W, 4].
+
+        The tokens are bytes of the node's own: comparing them is one memcmp without a temporary, and
+        no buffer larger than the run is kept alive.
+        """
+        self.start = start
+        self.key = key
+        self.end = start + len(key) // TOKEN_BYTES
+        self.segments = segments
+        # Whether the first row goes on in the slot behind the parent's last one, and where it ends.
+        above = EMPTY_SEGMENTS if self.parent is None else self.parent.segments
+        self.continues = bool(
+            len(above) and above[-1, PAGE] == segments[0, PAGE] and above[-1, HI] == segments[0, LO]
+        )
+        self.first_hi = int(segments[0, HI]) if self.continues else 0
+
+    @property
+    def tokens(self) -> Int32:
+        """i32[end - start]."""
+        return np.frombuffer(self.key, np.int32)
+
+
+def below(top: Node) -> Iterator[Node]:
+    """All nodes under `top`, itself not included."""
+    stack = list(top.children.values())
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children.values())
+        yield node
+
+
+def cut(segments: Int32, start: int, end: int) -> Int32:
+    """The part of gapless `segments` that stands at positions start..end-1. A new array."""
+    begins = segments[:, FIRST] + segments[:, LO]
+    # int32 keys: searchsorted would convert the whole array to the type of a Python int.
+    first, last = np.searchsorted(begins, np.array([start + 1, end], np.int32))
+    part = segments[first - 1 : last].copy()
+    part[0, LO] = start - part[0, FIRST]
+    part[-1, HI] = min(part[-1, HI], end - part[-1, FIRST])
+    return frozen(part)
+
+
+def rows_along(path: list[Node], length: int) -> Int32:
+    """Segments of positions 0..length-1 along a path, rows of one page joined where nodes meet."""
+    parts: list[Int32] = []
+    joints: list[int] = []  # rows that go on in the next node, and where they end
+    highs: list[int] = []
+    count = 0
+    for node in path:
+        if node.start >= length:
+            break
+        part = node.segments
+        if node.end > length:
+            part = cut(part, node.start, length)
+        if node.continues:
+            joints.append(count - 1)
+            highs.append(node.first_hi)
+            part = part[1:]
+        parts.append(part)
+        count += len(part)
+    if not parts:
+        return EMPTY_SEGMENTS
+    if len(parts) == 1:
+        return parts[0]
+    rows = np.concatenate(parts)
+    if joints:
+        rows[joints, HI] = highs  # a row that several nodes continue takes the last one's
+        rows[-1, HI] = min(rows[-1, HI], length - rows[-1, FIRST])
+    return frozen(rows)
+
+
+def require_exact(segments: Int32, n: int, pool: PagePool) -> None:
+    """Raises unless `segments` hold positions 0..n-1, each in a written slot that was born there.
+
+    Raises:
+      ContractError: a slot does not stand where it was born.
+      HandleError: wrong form, gaps, pages outside the pool or free, slots not written.
+    """
+    if segments.ndim != 2 or segments.shape[1] != 4 or segments.dtype != np.int32:
+        raise HandleError(
+            f"segments are {segments.dtype}{list(segments.shape)}, expected int32[W, 4]"
+        )
+    if not len(segments) or not n:
+        if len(segments) or n:
+            raise HandleError(f"{len(segments)} segments are given for {n} tokens")
+        return
+    page, lo, hi, first = np.ascontiguousarray(segments.T)
+    begin, end = first + lo, first + hi
+    if end[-1] != n:
+        raise HandleError(f"segments end at position {end[-1]}, expected the token count {n}")
+    if begin[0] or lo.min() < 0 or (begin >= end).any() or (begin[1:] != end[:-1]).any():
+        raise HandleError(
+            f"segments overlap, leave gaps or are empty, expected positions 0 to {n - 1} in order"
+        )
+    if page.view(np.uint32).max() >= pool.num_pages:
+        raise HandleError(f"segments name pages outside 0 to {pool.num_pages - 1}")
+    if (moved := first != pool.birth[page]).any():
+        at = int(moved.argmax())
+        raise ContractError(
+            f"page {page[at]} stands at {first[at]} and was born at {pool.birth[page[at]]}, "
+            "expected exact KV only: relocated KV is private to its sequence"
+        )
+    if (unwritten := (hi > pool.filled[page]) | (pool.refcount[page] == 0)).any():
+        at = int(unwritten.argmax())
+        raise HandleError(
+            f"page {page[at]} has {pool.filled[page[at]]} slots written and "
+            f"{pool.refcount[page[at]]} references, expected a held page written up to {hi[at]}"
+        )
+
+
+def check_node(node: Node, pool: PagePool) -> None:
+    """Integrity of one node against its parent and the pool; raises HandleError."""
+    parent, rows = node.parent, node.segments
+    where = f"the node at positions {node.start} to {node.end}"
+    if parent is None or node.start != parent.end or node.start >= node.end:
+        raise HandleError(f"{where} does not follow its parent")
+    if parent.children.get(int(node.tokens[0])) is not node:
+        raise HandleError(f"{where} is not filed under its first token")
+    if parent.parent is not None and node.stamp > parent.stamp:
+        raise HandleError(f"{where} is younger than its parent")
+    if not node.children and not node.queued:
+        raise HandleError(f"{where} is a leaf that eviction does not know")
+    begin, end = rows[:, FIRST] + rows[:, LO], rows[:, FIRST] + rows[:, HI]
+    if begin[0] != node.start or end[-1] != node.end or (begin[1:] != end[:-1]).any():
+        raise HandleError(f"{where} has segments for positions {begin[0]} to {end[-1]}")
+    if (rows[:, FIRST] != pool.birth[rows[:, PAGE]]).any() or (begin >= end).any():
+        raise HandleError(f"{where} has segments that do not stand where they were born")
+    if (rows[:, HI] > pool.filled[rows[:, PAGE]]).any():
+        raise HandleError(f"{where} has slots that were not written")

@@ -1,0 +1,176 @@
+"""Sequences: immutable lists of segments over write-once pages, with the provenance of every run."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import numpy as np
+
+from jaxkv.cache.contract import CacheContract
+from jaxkv.typing import Int32
+
+PAGE, LO, HI, FIRST = range(4)  # columns of a segments array
+EMPTY_SEGMENTS: Int32 = np.zeros((0, 4), np.int32)
+EMPTY_SEGMENTS.flags.writeable = False
+
+
+def frozen(array: Int32) -> Int32:
+    """Returns `array`, write-protected: segments and tokens are values."""
+    array.flags.writeable = False
+    return array
+
+
+class Origin(enum.StrEnum):
+    """How the KV of a run of tokens came to be. Anything but EXACT is approximate."""
+
+    EXACT = "exact"  # computed from exactly this past
+    RELOCATED = "relocated"  # computed under another past, kept
+    ON_APPROXIMATE = "on_approximate"  # computed now, on top of approximate KV
+    DROPPED = "dropped"  # no KV: later tokens do not see it
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Tokens start..end-1 share one origin; `delta` is how far a relocated run was moved, in positions."""
+
+    start: int
+    end: int
+    origin: Origin
+    delta: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactPrefix:
+    """What may enter the prefix index, and the only thing that may: see `Sequence.exact_prefix`."""
+
+    tokens: Int32  # i32[n]
+    segments: Int32  # i32[W, 4], positions 0..n-1 in order, each slot at its birth
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Sequence:
+    """A token sequence and where its KV stands. Made by an `Engine`; an immutable value.
+
+    Two sequences may share pages; one may be extended, forked or edited without changing the other.
+    """
+
+    id: int
+    tokens: Int32  # i32[n]
+    segments: Int32  # i32[W, 4], sorted by position; keys as born
+    copies: Int32 | None = None  # i32[W', 4], the same with relocated runs materialized
+    provenance: tuple[Run, ...]
+    contract: CacheContract
+    grid_length: int = 0  # leading tokens computed by whole chunks on the chunk grid
+    rotate: bool = True  # False: keys are used as born wherever they stand (the no_rotation control)
+    logits: Any = dataclasses.field(default=None, repr=False)  # f32[V] of the next token
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def exact_length(self) -> int:
+        """Tokens from the start whose KV is exact."""
+        first = self.provenance[0] if self.provenance else None
+        return first.end if first is not None and first.origin is Origin.EXACT else 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether every token's KV was computed from exactly this past."""
+        return self.exact_length == len(self.tokens)
+
+    @property
+    def table_segments(self) -> Int32:
+        """The segments that attention reads."""
+        return self.segments if self.copies is None else self.copies
+
+    @property
+    def held_pages(self) -> Int32:
+        """Page ids that the sequence holds a reference to, one per segment row, i32[...]."""
+        if self.copies is None:
+            return self.segments[:, PAGE]
+        return np.concatenate([self.segments[:, PAGE], self.copies[:, PAGE]])
+
+    def continued(self, end: int) -> tuple[Run, ...]:
+        """Provenance once tokens computed on top of this sequence extend it to `end`."""
+        origin = Origin.EXACT if self.exact else Origin.ON_APPROXIMATE
+        return merge_runs([*self.provenance, Run(len(self.tokens), end, origin)])
+
+    def exact_prefix(self, limit: int | None = None) -> ExactPrefix:
+        """The leading tokens (at most `limit`) that are exact and so may be shared."""
+        length = self.exact_length if limit is None else min(self.exact_length, limit)
+        return ExactPrefix(self.tokens[:length], clip(self.segments, 0, length))
+
+
+def starts(segments: Int32) -> Int32:
+    """Position at which each segment begins, i32[W]."""
+    return segments[:, FIRST] + segments[:, LO]
+
+
+def ends(segments: Int32) -> Int32:
+    """Position behind each segment's last token, i32[W]."""
+    return segments[:, FIRST] + segments[:, HI]
+
+
+def clip(segments: Int32, start: int, end: int) -> Int32:
+    """The parts of `segments` (sorted by position) that stand in start..end-1. A new array."""
+    a = int(np.searchsorted(ends(segments), start, side="right"))
+    b = int(np.searchsorted(starts(segments), end, side="left"))
+    out = segments[a:b].copy()
+    if len(out):
+        out[:, LO] = np.maximum(out[:, LO], start - out[:, FIRST])
+        out[:, HI] = np.minimum(out[:, HI], end - out[:, FIRST])
+    return frozen(out)
+
+
+def shift(segments: Int32, distance: int) -> Int32:
+    """`segments` standing `distance` positions later. Keys are untouched: only `first` changes."""
+    out = segments.copy()
+    out[:, FIRST] += distance
+    return frozen(out)
+
+
+def concatenate(parts: list[Int32]) -> Int32:
+    """Joins segment arrays and sorts them by position."""
+    parts = [p for p in parts if len(p)]
+    if not parts:
+        return EMPTY_SEGMENTS
+    out = np.concatenate(parts)
+    begin = starts(out)
+    if (np.diff(begin) < 0).any():
+        out = out[np.argsort(begin, kind="stable")]
+    return frozen(out)
+
+
+def slots_of(segments: Int32, page_size: int) -> tuple[Int32, Int32]:
+    """Expands segments to one row a token: positions i32[n] and slots i32[n]."""
+    counts = segments[:, HI] - segments[:, LO]
+    row = np.repeat(np.arange(len(segments)), counts)
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    offset = segments[row, LO] + within
+    positions = (segments[row, FIRST] + offset).astype(np.int32)
+    return positions, (segments[row, PAGE] * page_size + offset).astype(np.int32)
+
+
+def merge_runs(runs: list[Run]) -> tuple[Run, ...]:
+    """Joins neighbours of equal origin and delta; empty runs vanish."""
+    merged: list[Run] = []
+    for run in runs:
+        if run.start >= run.end:
+            continue
+        last = merged[-1] if merged else None
+        if last and last.end == run.start and (last.origin, last.delta) == (run.origin, run.delta):
+            merged[-1] = dataclasses.replace(last, end=run.end)
+        else:
+            merged.append(run)
+    return tuple(merged)
+
+
+def clip_runs(runs: tuple[Run, ...], start: int, end: int) -> list[Run]:
+    """The parts of `runs` in start..end-1."""
+    return [
+        dataclasses.replace(r, start=max(r.start, start), end=min(r.end, end))
+        for r in runs
+        if r.start < end and r.end > start
+    ]

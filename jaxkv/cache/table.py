@@ -1,0 +1,131 @@
+"""Page tables: what a step needs to know of a sequence's segments, and how the host builds them."""
+
+from __future__ import annotations
+
+import numpy as np
+from flax import struct
+
+from jaxkv.errors import CapacityError
+from jaxkv.typing import Array, Int32
+
+BLOCK_SLOTS = 256  # keys that share one rotated query; also what one attention step folds in
+MIN_ENTRIES = 128
+
+
+@struct.dataclass(kw_only=True)
+class PageTable:
+    """Segments of a batch of sequences, grouped by delta in blocks of `M / delta_index.shape[1]`."""
+
+    page: Array  # i32[B, M], num_pages where empty
+    first: Array  # i32[B, M], slot s of the page stands at position first + s
+    lo: Array  # i32[B, M], slots lo..hi-1 belong to the sequence
+    hi: Array  # i32[B, M], 0 where empty
+    delta_index: Array  # i32[B, M/block], row of `deltas` that a block of entries uses
+    deltas: Array  # i32[B, R], deltas[:, 0] = 0
+
+
+@struct.dataclass(kw_only=True)
+class GroupInput:
+    """Where one layer group writes and reads in a step."""
+
+    slots: Array  # i32[B, T], page·P + offset; num_pages·P drops the write
+    table: PageTable
+
+
+@struct.dataclass(kw_only=True)
+class StepInput:
+    """One step of a batch. Row b has `lengths[b]` query tokens; the rest of the row is padding."""
+
+    tokens: Array  # i32[B, T]
+    positions: Array  # i32[B, T], any order, not necessarily contiguous
+    lengths: Array  # i32[B]
+    groups: tuple[GroupInput, ...]
+
+
+def block_entries(page_size: int) -> int:
+    """Table entries in a block of one delta."""
+    return max(BLOCK_SLOTS // page_size, 1)
+
+
+def bucket(n: int, minimum: int = 1) -> int:
+    """The smallest power of two times `minimum` that holds `n`: shapes repeat, compilations don't."""
+    size = minimum
+    while size < n:
+        size *= 2
+    return size
+
+
+def build_table(
+    rows: list[tuple[Int32, Int32]],
+    *,
+    num_pages: int,
+    page_size: int,
+    max_deltas: int,
+) -> PageTable:
+    """Lays out segments for the device, as NumPy arrays.
+
+    Entries are grouped by delta, delta 0 first, and every group is padded to whole blocks: at most one
+    block is lost per delta, and a kernel rotates the query once a block. Attention does not depend on
+    the order of entries beyond rounding; for R = 1 the order is that of positions.
+
+    Args:
+      rows: per sequence, segments i32[W, 4] and the delta of each, i32[W].
+      num_pages: marks empty entries.
+      page_size: P.
+      max_deltas: R of the table when any row has a nonzero delta, else R is 1.
+
+    Raises:
+      CapacityError: a row has more distinct deltas than `max_deltas`, zero included.
+    """
+    block = block_entries(page_size)
+    placed: list[tuple[Int32, Int32, list[int], Int32]] = []
+    for segments, delta in rows:
+        if not delta.any():
+            index = np.zeros(-(-len(segments) // block), np.int32)
+            placed.append((segments, np.arange(len(segments), dtype=np.int32), [0], index))
+            continue
+        distinct = [0, *(int(d) for d in np.unique(delta) if d)]
+        if len(distinct) > max_deltas:
+            raise CapacityError(
+                f"the sequence stands at {len(distinct)} distinct deltas, expected at most max_deltas "
+                f"{max_deltas}"
+            )
+        where, parts, index_parts, start = [], [], [], 0
+        for number, value in enumerate(distinct):
+            part = np.flatnonzero(delta == value)
+            blocks = -(-len(part) // block)
+            parts.append(part)
+            where.append(start + np.arange(len(part)))
+            index_parts.append(np.full(blocks, number))
+            start += blocks * block
+        placed.append(
+            (
+                segments[np.concatenate(parts)],
+                np.concatenate(where).astype(np.int32),
+                distinct,
+                np.concatenate(index_parts).astype(np.int32),
+            )
+        )
+    batch = len(rows)
+    blocks = max((len(p[3]) for p in placed), default=1)
+    entries = bucket(max(blocks * block, 1), max(MIN_ENTRIES, block))
+    relocated = any(len(p[2]) > 1 for p in placed)
+    packed = np.zeros((4, batch, entries), np.int32)
+    packed[0] = num_pages
+    delta_index = np.zeros((batch, entries // block), np.int32)
+    deltas = np.zeros((batch, max_deltas if relocated else 1), np.int32)
+    for b, (segments, at, distinct, index) in enumerate(placed):
+        packed[0, b, at] = segments[:, 0]
+        packed[1, b, at] = segments[:, 3]
+        packed[2, b, at] = segments[:, 1]
+        packed[3, b, at] = segments[:, 2]
+        delta_index[b, : len(index)] = index
+        deltas[b, : len(distinct)] = distinct
+    return PageTable(
+        page=packed[0],
+        first=packed[1],
+        lo=packed[2],
+        hi=packed[3],
+        delta_index=delta_index,
+        deltas=deltas,
+    )

@@ -1,0 +1,511 @@
+"""The one stateful object. It decides on the host what stands where, runs pure steps, answers values.
+
+A call: check tokens, match or plan, place new tokens in pages, run steps, commit, publish what is
+exact, report. `docs/architecture.md` follows one through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxkv.cache.contract import CacheContract, describe
+from jaxkv.cache.match import Cause, MatchEnd
+from jaxkv.cache.sequence import (
+    EMPTY_SEGMENTS,
+    PAGE,
+    Origin,
+    Run,
+    Sequence,
+    clip,
+    frozen,
+)
+from jaxkv.errors import CapacityError, ConfigError, HandleError
+from jaxkv.execute import Computed, Materialized, compute, extended, materialize, must_materialize
+from jaxkv.generation import Decoded, Sampling, decode_batch
+from jaxkv.io.models import Model
+from jaxkv.memory import Memory
+from jaxkv.model.params import Params
+from jaxkv.readback import read_kv
+from jaxkv.results import Generation, KVState, StepResult, report
+from jaxkv.reuse.plan import INSERTED, LAST, ReusePlan, plan
+from jaxkv.reuse.policies import Policy
+from jaxkv.schedule import Placement, check_tokens
+from jaxkv.typing import Float32, Int32
+
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+
+
+class Engine:
+    """Prefill, edit, extend, generate and score over shared write-once pages.
+
+    Args:
+      model: from `jaxkv.load`.
+      num_pages: pages in the pool; a page holds `page_size` tokens of every layer.
+      page_size: slots in a page, a power of two from 8 to 256.
+      chunk_size: tokens of one prefill step; a multiple of `page_size`.
+      kv_dtype: "float32" or "bfloat16"; the model's dtype when None.
+      reuse_granularity: "token" reuses every matching token; "chunk" ends hits on the chunk grid, and
+        then logits of a warm run equal those of a cold one bit for bit.
+      max_deltas: distinct distances that a view may hold (0 included) before it is materialized.
+      prefix_cache: whether exact prefixes are published and matched.
+      poison_free_pages: fill free pages with NaN, so that a stray read shows; for tests.
+
+    Raises:
+      ConfigError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_pages: int = 1024,
+        page_size: int = 16,
+        chunk_size: int = 256,
+        kv_dtype: str | None = None,
+        reuse_granularity: Literal["token", "chunk"] = "token",
+        max_deltas: int = 8,
+        prefix_cache: bool = True,
+        poison_free_pages: bool = False,
+    ) -> None:
+        if page_size not in PAGE_SIZES:
+            raise ConfigError(f"page_size is {page_size}, expected one of {PAGE_SIZES}")
+        if chunk_size <= 0 or chunk_size % page_size:
+            raise ConfigError(
+                f"chunk_size is {chunk_size}, expected a multiple of page_size {page_size}"
+            )
+        if reuse_granularity not in ("token", "chunk"):
+            raise ConfigError(
+                f"reuse_granularity is '{reuse_granularity}', expected 'token' or 'chunk'"
+            )
+        if max_deltas < 2:
+            raise ConfigError(f"max_deltas is {max_deltas}, expected at least 2")
+        self.model = model
+        self.config = model.config
+        self.chunk_size = chunk_size
+        self.max_deltas = max_deltas
+        self._params = model.params
+        self._grid = chunk_size if reuse_granularity == "chunk" else 1
+        self._prefix_cache = prefix_cache
+        tokenizer = model.tokenizer
+        self._contract = CacheContract(
+            weights_digest=model.weights_digest,
+            architecture=describe(model.config),
+            kv_dtype=kv_dtype or model.dtype,
+            chunk_grid=self._grid,
+            tokenizer_digest=tokenizer.digest if tokenizer else "",
+            template_digest=tokenizer.template_digest if tokenizer else "",
+        )
+        self._memory = Memory(
+            model.config,
+            num_pages=num_pages,
+            page_size=page_size,
+            kv_dtype=self._contract.kv_dtype,
+            poison=poison_free_pages,
+        )
+        self._counters: Counter[str] = Counter()
+        self._shapes: set[tuple[Any, ...]] = set()
+
+    # ---- sequences in, values out ------------------------------------------------------------
+
+    def prefill(self, tokens: Any, *, domain: str = "default", reuse: bool = True) -> StepResult:
+        """Computes a prompt, reusing the longest exact prefix that `domain` has published.
+
+        Args:
+          tokens: token ids, n >= 1.
+          domain: isolation domain; domains share nothing.
+          reuse: False computes everything and publishes nothing: a fresh reference.
+
+        Raises:
+          TokenError: empty, or an id outside the vocabulary.
+          CapacityError: longer than the model's positions, or than the pool; the pool is unchanged.
+        """
+        started = time.perf_counter()
+        tokens = self._check(tokens)
+        length = len(tokens)
+        contract = dataclasses.replace(self._contract, tenant=domain)
+        reuse = reuse and self._prefix_cache
+        segments, matched, end = EMPTY_SEGMENTS, 0, MatchEnd(Cause.DISABLED, 0)
+        if reuse:
+            limit = length if self._grid == 1 else length - 1
+            match = self._memory.index.match(
+                contract.digest(), tokens, limit=limit, granularity=self._grid
+            )
+            segments, matched, end = match.segments, match.length, match.end
+        forward = np.arange(min(matched, length - 1), length, dtype=np.int32)
+        work = ReusePlan(
+            policy="exact",
+            tokens=tokens,
+            prefix=matched,
+            segments=segments,
+            attended=segments,
+            forward=forward,
+            causes={LAST: forward} if matched == length else {INSERTED: forward},
+            provenance=(Run(0, length, Origin.EXACT),),
+            matched=length - len(forward),
+        )
+        try:
+            grid = length // self._grid * self._grid
+            return self._apply(work, contract, end, started, grid_length=grid, publish=reuse)
+        finally:
+            self._memory.release(segments[:, PAGE])
+
+    def edit(self, sequence: Sequence, new_tokens: Any, policy: Policy) -> StepResult:
+        """Answers for `new_tokens` from the KV of `sequence`, as `policy` allows.
+
+        `sequence` stays as it was. The result's `reuse.kind` says whether it is exact.
+
+        Raises:
+          HandleError: `sequence` was released.
+          TokenError, CapacityError: as in `prefill`.
+          RelocationError: the policy moves keys and the model's positions do not compose.
+        """
+        started = time.perf_counter()
+        self._require_live(sequence)
+        if not isinstance(policy, Policy):
+            raise ConfigError(f"policy is {policy!r}, expected a policy such as jaxkv.SCR()")
+        tokens = self._check(new_tokens)
+        work = plan(policy, sequence, tokens, grid=self._grid)
+        whole = work.prefix == len(tokens) == len(sequence)
+        end = MatchEnd(Cause.COMPLETE if whole else Cause.TOKENS, work.prefix)
+        if policy.exact:
+            grid = len(tokens) // self._grid * self._grid
+        else:
+            grid = min(sequence.grid_length, work.prefix)
+        return self._apply(work, sequence.contract, end, started, grid_length=grid)
+
+    def extend(self, sequence: Sequence, tokens: Any) -> StepResult:
+        """Appends `tokens` to `sequence`, which stays as it was. Exact if the sequence is."""
+        started = time.perf_counter()
+        self._require_live(sequence)
+        added = self._check(tokens)
+        start, end = len(sequence), len(sequence) + len(added)
+        forward = np.arange(start, end, dtype=np.int32)
+        work = ReusePlan(
+            policy="extend",
+            tokens=self._check(np.concatenate([sequence.tokens, added])),
+            prefix=start,
+            segments=sequence.segments,
+            attended=sequence.table_segments,
+            forward=forward,
+            causes={INSERTED: forward},
+            provenance=sequence.continued(end),
+            matched=start,
+            rotate=sequence.rotate,
+        )
+        where = MatchEnd(Cause.COMPLETE, start)
+        return self._apply(
+            work, sequence.contract, where, started, grid_length=sequence.grid_length
+        )
+
+    def generate(
+        self,
+        sequence: Sequence,
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: tuple[int, ...] | None = None,
+    ) -> Generation:
+        """Continues `sequence`, which stays as it was. Temperature 0 is greedy.
+
+        Ends after `max_tokens`, or at a token of `stop` (the model's end tokens when None), which is
+        neither returned nor written.
+        """
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=self.end_tokens if stop is None else tuple(stop),
+        )
+        return self.generate_batch([sequence], max_tokens=max_tokens, sampling=sampling)[0]
+
+    def generate_batch(
+        self,
+        sequences: list[Sequence],
+        *,
+        max_tokens: int,
+        sampling: Sampling | list[Sampling] | None = None,
+    ) -> list[Generation]:
+        """Continues several sequences together in one compiled loop; `sampling` may differ by row."""
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens is {max_tokens}, expected at least 1")
+        if not sequences:
+            raise ConfigError("sequences are empty, expected at least one")
+        if sampling is None:
+            sampling = Sampling(stop=self.end_tokens)
+        samplings = sampling if isinstance(sampling, list) else [sampling] * len(sequences)
+        if len(samplings) != len(sequences):
+            raise ConfigError(
+                f"sampling has {len(samplings)} rows, expected one for each of {len(sequences)} sequences"
+            )
+        for sequence in sequences:
+            self._require_live(sequence)
+            self._check_length(len(sequence) + max_tokens)
+        placements: list[Placement] = []
+        claimed: set[int] = set()
+        try:
+            for sequence in sequences:
+                positions = np.arange(max_tokens, dtype=np.int32) + len(sequence)
+                placements.append(self._memory.place(sequence.segments, positions, claimed))
+            decoded = decode_batch(
+                self._memory,
+                self._params,
+                sequences,
+                placements,
+                max_tokens=max_tokens,
+                samplings=samplings,
+                max_deltas=self.max_deltas,
+            )
+            return [
+                self._finish(*each) for each in zip(sequences, placements, decoded, strict=True)
+            ]
+        finally:
+            for placement in placements:
+                self._memory.release(placement.fresh)
+
+    def score(self, sequence: Sequence, continuation: Any) -> Float32:
+        """Logits f32[T, V]; row t predicts continuation[t] from the sequence and continuation[:t].
+
+        The sequence stays as it was, and so does the prefix index.
+        """
+        tokens = self._check(continuation, "continuation")
+        self._require_live(sequence)
+        first = np.asarray(sequence.logits, np.float32)[None]
+        if len(tokens) == 1:
+            return first
+        outputs = self._peek(sequence, tokens[:-1], logits="all").outputs
+        return np.concatenate([first, *(np.asarray(out.logits)[0, :n] for out, n in outputs)])
+
+    def attention_outputs(self, sequence: Sequence, continuation: Any) -> Float32:
+        """Attention outputs f32[L, T, N·H] of `continuation` fed behind `sequence`, which stays."""
+        tokens = self._check(continuation, "continuation")
+        outputs = self._peek(sequence, tokens, capture=True).outputs
+        return np.concatenate([np.asarray(out.attention)[:, 0, :n] for out, n in outputs], axis=1)
+
+    def read_kv(self, sequence: Sequence) -> KVState:
+        """Keys (un-rotated) and values of a sequence, read back to the host in float32."""
+        self._require_live(sequence)
+        return read_kv(self._memory.pages[0], self._memory.pool, sequence, self.config)
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A second handle on the same state, released on its own. Copies no KV."""
+        self._require_live(sequence)
+        return self._memory.adopt(lambda id: dataclasses.replace(sequence, id=id))
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives the sequence's pages back. What was published stays in the prefix index.
+
+        A sequence that is garbage-collected is released on the engine's next call.
+
+        Raises:
+          HandleError: it was released before, or is not this engine's.
+        """
+        if not isinstance(sequence, Sequence) or sequence.id not in self._memory.live:
+            self._require_live(sequence)
+        self._memory.release(self._memory.live.pop(sequence.id))
+
+    def replace_params(self, params: Params, weights_digest: str) -> None:
+        """Takes new weights. Everything cached under the old ones is unreachable at once."""
+        self._params = params
+        self._contract = dataclasses.replace(self._contract, weights_digest=weights_digest)
+
+    @property
+    def contract(self) -> CacheContract:
+        """The contract under which KV is made here; each domain's has its own `tenant`."""
+        return self._contract
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Token ids that end a generation, from the model and its tokenizer."""
+        extra = self.model.tokenizer.eos_ids if self.model.tokenizer else ()
+        return tuple(sorted({*self.config.eos_token_ids, *extra}))
+
+    def stats(self) -> dict[str, int]:
+        """Counters: pages free, live and held by the index, tokens by kind, shapes compiled."""
+        memory = self._memory
+        memory.collect()
+        return {
+            "pages_total": memory.pool.num_pages,
+            "pages_free": memory.pool.free_count,
+            "pages_live": memory.pool.live_count,
+            "pages_cached": memory.index.pages,
+            "sequences": len(memory.live),
+            "index_nodes": memory.index.nodes,
+            "index_tokens": memory.index.tokens,
+            "shapes": len(self._shapes),
+            "matched_tokens": self._counters["matched"],
+            "relocated_tokens": self._counters["relocated"],
+            "forwarded_tokens": self._counters["forwarded"],
+            "generated_tokens": self._counters["generated"],
+        }
+
+    def check(self) -> None:
+        """Integrity: sequences and the prefix index account for every page, or a HandleError."""
+        self._memory.check()
+
+    # ---- from a plan to a result -----------------------------------------------------------------
+
+    def _apply(
+        self,
+        work: ReusePlan,
+        contract: CacheContract,
+        end: MatchEnd,
+        started: float,
+        *,
+        grid_length: int,
+        publish: bool = True,
+    ) -> StepResult:
+        """Executes a plan: materializes if asked, computes, hands out, publishes, reports."""
+        memory = self._memory
+        planned = time.perf_counter()
+        moved = Materialized(segments=work.attended, fresh=EMPTY_SEGMENTS[:, PAGE], moved=0)
+        done: Computed | None = None
+        try:
+            if work.rotate and must_materialize(
+                memory, work.attended, form=work.form, max_deltas=self.max_deltas
+            ):
+                moved = materialize(memory, work.attended)
+            relocated = time.perf_counter()
+            done = compute(
+                memory,
+                self._params,
+                segments=work.segments,
+                attended=moved.segments,
+                tokens=work.tokens[work.forward],
+                positions=work.forward,
+                rotate=work.rotate,
+                max_deltas=self.max_deltas,
+                chunk_size=self.chunk_size,
+                write=LAST not in work.causes,
+            )
+            forwarded = time.perf_counter()
+            attended = extended(moved.segments, done.placement)
+            segments = extended(work.segments, done.placement)
+            memory.commit(done.placement)
+            result = done.logits
+            sequence = memory.adopt(
+                lambda id: Sequence(
+                    id=id,
+                    tokens=work.tokens,
+                    segments=segments,
+                    copies=None if np.array_equal(attended, segments) else attended,
+                    provenance=work.provenance,
+                    contract=contract,
+                    grid_length=grid_length,
+                    rotate=work.rotate,
+                    logits=result,
+                )
+            )
+        finally:
+            memory.release(moved.fresh)
+            if done is not None:
+                memory.release(done.placement.fresh)
+        if publish:
+            self._publish(sequence)
+        self._shapes |= done.shapes
+        self._counters.update(
+            matched=work.matched, relocated=work.relocated, forwarded=len(work.forward)
+        )
+        timings = {
+            "plan": planned - started,
+            "relocate": relocated - planned,
+            "forward": forwarded - relocated,
+        }
+        reuse = report(
+            work,
+            sequence,
+            end,
+            config=self.config,
+            page_size=memory.pool.page_size,
+            moved=moved.moved,
+            timings=timings,
+        )
+        return StepResult(sequence=sequence, logits=result, reuse=reuse)
+
+    def _peek(self, sequence: Sequence, tokens: Int32, **options: Any) -> Computed:
+        """Runs tokens behind a sequence without keeping what they wrote."""
+        self._require_live(sequence)
+        self._check_length(len(sequence) + len(tokens))
+        done = compute(
+            self._memory,
+            self._params,
+            segments=sequence.segments,
+            attended=sequence.table_segments,
+            tokens=tokens,
+            positions=np.arange(len(tokens), dtype=np.int32) + len(sequence),
+            rotate=sequence.rotate,
+            max_deltas=self.max_deltas,
+            chunk_size=self.chunk_size,
+            **options,
+        )
+        self._memory.release(done.placement.fresh)
+        self._shapes |= done.shapes
+        return done
+
+    def _finish(self, source: Sequence, placement: Placement, decoded: Decoded) -> Generation:
+        """Hands out a generation; slots that were reserved and not written go back."""
+        end = len(source) + len(decoded.tokens)
+        written = Placement.of(clip(placement.segments, 0, end))
+        self._memory.commit(written)
+        copies = source.copies
+        sequence = self._memory.adopt(
+            lambda id: Sequence(
+                id=id,
+                tokens=frozen(np.concatenate([source.tokens, decoded.tokens])),
+                segments=extended(source.segments, written),
+                copies=None if copies is None else extended(copies, written),
+                provenance=source.continued(end),
+                contract=source.contract,
+                grid_length=source.grid_length,
+                rotate=source.rotate,
+                logits=decoded.logits,
+            )
+        )
+        self._publish(sequence)
+        self._counters["generated"] += len(decoded.tokens)
+        tokenizer = self.model.tokenizer
+        return Generation(
+            tokens=decoded.tokens,
+            text=tokenizer.decode(decoded.tokens) if tokenizer else None,
+            sequence=sequence,
+            finish_reason="stop" if decoded.stopped else "length",
+        )
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Offers what is exact to the prefix index: after the step returned, never before."""
+        if self._prefix_cache:
+            limit = sequence.grid_length if self._grid > 1 else len(sequence)
+            prefix = sequence.exact_prefix(limit)
+            self._memory.index.insert(sequence.contract.digest(), prefix.tokens, prefix.segments)
+
+    # ---- checks --------------------------------------------------------------------------------
+
+    def _require_live(self, sequence: Sequence) -> None:
+        if not isinstance(sequence, Sequence):
+            raise HandleError(f"sequence is a {type(sequence).__name__}, expected a jaxkv Sequence")
+        if sequence.id not in self._memory.live:
+            raise HandleError(
+                f"sequence {sequence.id} was released or is another engine's, expected a live one"
+            )
+        tenant = sequence.contract.tenant
+        dataclasses.replace(self._contract, tenant=tenant).require(sequence.contract)
+
+    def _check(self, tokens: Any, what: str = "tokens") -> Int32:
+        checked = check_tokens(tokens, self.config.vocab_size, what)
+        self._check_length(len(checked))
+        return checked
+
+    def _check_length(self, length: int) -> None:
+        if length > self.config.max_positions:
+            raise CapacityError(
+                f"the sequence has {length} tokens, expected at most the model's "
+                f"{self.config.max_positions} positions"
+            )

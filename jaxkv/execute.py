@@ -1,0 +1,161 @@
+"""Running decided work: chunks of tokens through the step, moved runs through `relocate`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.cache.sequence import EMPTY_SEGMENTS, HI, LO, concatenate, slots_of
+from jaxkv.cache.table import bucket
+from jaxkv.memory import Memory
+from jaxkv.model.params import Params
+from jaxkv.model.transformer import StepOutput
+from jaxkv.schedule import Placement, coalesce, delta_of, make_table, step_input, step_sizes
+from jaxkv.steps import Moves, relocate, run_step
+from jaxkv.typing import Array, Int32
+
+MOVE_SLOTS = 1024  # slots of one relocation step: bounds its temporaries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Computed:
+    """What `compute` ran. Whoever called it releases `placement.fresh`."""
+
+    placement: Placement
+    outputs: list[tuple[StepOutput, int]]  # each step's output and its valid tokens, in order
+    shapes: set[tuple[Any, ...]]  # static shapes that ran
+
+    @property
+    def logits(self) -> Array:
+        """f32[V] of the last token."""
+        return self.outputs[-1][0].logits[0]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Materialized:
+    """Segments without any delta, the pages made for them (one reference each), and tokens moved."""
+
+    segments: Int32
+    fresh: Int32
+    moved: int
+
+
+def compute(
+    memory: Memory,
+    params: Params,
+    *,
+    segments: Int32,
+    attended: Int32,
+    tokens: Int32,
+    positions: Int32,
+    rotate: bool,
+    max_deltas: int,
+    chunk_size: int,
+    write: bool = True,
+    logits: str = "last",
+    capture: bool = False,
+) -> Computed:
+    """Computes `tokens` at `positions` (ascending) over what is already there.
+
+    One table serves all chunks: slots that a later chunk writes are hidden by causality until then.
+
+    Args:
+      memory: gives slots and holds the pages.
+      params: weights.
+      segments: i32[W, 4] as born; new tokens are appended behind them where there is room.
+      attended: i32[W', 4] that attention reads.
+      tokens, positions: i32[f].
+      rotate: whether queries are rotated by -delta.
+      max_deltas: R of the table when there are any.
+      chunk_size: tokens of a step.
+      write: False only reads: the tokens' KV is there already.
+      logits, capture: as in `forward_step`.
+
+    Raises:
+      CapacityError: not enough pages.
+    """
+    drop = memory.pool.num_pages * memory.pool.page_size
+    if write:
+        placement = memory.place(segments, positions)
+        slots = placement.slots
+    else:
+        placement = Placement.of(EMPTY_SEGMENTS)
+        slots = np.full(len(positions), drop, np.int32)
+    outputs: list[tuple[StepOutput, int]] = []
+    shapes: set[tuple[Any, ...]] = set()
+    try:
+        table = make_table(
+            memory.pool, [(extended(attended, placement), rotate)], max_deltas
+        )
+        done = 0
+        for count, shape in step_sizes(len(positions), chunk_size):
+            part = slice(done, done + count)
+            step = step_input(tokens[part], positions[part], slots[part], shape, table, drop=drop)
+            out = memory.run(
+                run_step,
+                params,
+                memory.pages,
+                step,
+                config=memory.config,
+                logits=logits,
+                capture=capture,
+            )
+            memory.pages = out.pages
+            # The pages belong to the memory alone: the next step takes them.
+            outputs.append((out.replace(pages=()), count))  # type: ignore[attr-defined]
+            shapes.add(("step", shape, *table.page.shape, table.deltas.shape[1], logits, capture))
+            done += count
+        jax.block_until_ready([out.logits for out, _ in outputs])
+    except BaseException:
+        memory.release(placement.fresh)
+        raise
+    return Computed(placement=placement, outputs=outputs, shapes=shapes)
+
+
+def extended(segments: Int32, placement: Placement) -> Int32:
+    """Segments with newly placed ones; a page that was appended to stays one row."""
+    return coalesce(concatenate([segments, placement.segments]))
+
+
+def materialize(memory: Memory, segments: Int32) -> Materialized:
+    """Copies every moved run into fresh pages, keys rotated to where they stand.
+
+    Raises:
+      CapacityError: not enough pages.
+      RelocationError: the model's rotations do not compose.
+    """
+    delta = delta_of(memory.pool, segments, rotate=True)
+    moving = segments[delta != 0]
+    positions, source = slots_of(moving, memory.pool.page_size)
+    deltas = np.repeat(delta[delta != 0], moving[:, HI] - moving[:, LO]).astype(np.int32)
+    placement = memory.place(EMPTY_SEGMENTS, positions)
+    drop = memory.pool.num_pages * memory.pool.page_size
+    try:
+        for start in range(0, len(positions), MOVE_SLOTS):
+            part = slice(start, start + MOVE_SLOTS)
+            count = len(source[part])
+            padded = np.zeros((3, bucket(count, 64)), np.int32)
+            padded[1] = drop
+            padded[:, :count] = source[part], placement.slots[part], deltas[part]
+            moves = Moves(source=padded[0], target=padded[1], delta=padded[2])
+            memory.pages = memory.run(relocate, memory.pages, (moves,), config=memory.config)
+        jax.block_until_ready(memory.pages)
+    except BaseException:
+        memory.release(placement.fresh)
+        raise
+    memory.commit(placement)
+    return Materialized(
+        segments=concatenate([segments[delta == 0], placement.segments]),
+        fresh=placement.fresh,
+        moved=len(positions),
+    )
+
+
+def must_materialize(memory: Memory, segments: Int32, *, form: str, max_deltas: int) -> bool:
+    """Whether moved keys are to be copied: asked for, or more deltas than a table holds."""
+    distinct = np.unique(delta_of(memory.pool, segments, rotate=True))
+    moved = np.count_nonzero(distinct)
+    return moved > 0 and (form == "copy" or moved >= max_deltas)

@@ -1,0 +1,119 @@
+"""Continuing sequences: sampling parameters as a value, and the loop around `decode_many`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import jax.numpy as jnp
+
+from jaxkv.cache.table import bucket
+from jaxkv.errors import ConfigError
+from jaxkv.execute import extended
+from jaxkv.memory import Memory
+from jaxkv.model.params import Params
+from jaxkv.model.sampling import SamplingInput
+from jaxkv.schedule import Placement, make_table
+from jaxkv.cache.sequence import Sequence
+from jaxkv.steps import DecodeInput, decode_many
+from jaxkv.typing import Array, Int32
+
+LOOP_STEPS = 32  # tokens of one compiled loop; between loops the host looks whether all rows ended
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. The same seed gives the same tokens in any batch."""
+
+    temperature: float = 0.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0  # 1 = off
+    seed: int = 0
+    stop: tuple[int, ...] = ()  # token ids that end a row
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ConfigError(f"temperature is {self.temperature}, expected 0 or more")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}, expected 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed is {self.seed}, expected 0 to 2**32 - 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """One row's result."""
+
+    tokens: Int32  # i32[n]
+    stopped: bool
+    logits: Array  # f32[V]
+
+
+def decode_batch(
+    memory: Memory,
+    params: Params,
+    sequences: list[Sequence],
+    placements: list[Placement],
+    *,
+    max_tokens: int,
+    samplings: list[Sampling],
+    max_deltas: int,
+) -> list[Decoded]:
+    """Generates up to `max_tokens` for each sequence into the slots of its placement."""
+    batch, size = len(sequences), bucket(len(sequences))
+    idle = size - batch
+    steps = min(bucket(max_tokens), LOOP_STEPS)
+    drop = memory.pool.num_pages * memory.pool.page_size
+    rows = [
+        (extended(s.table_segments, p), s.rotate) for s, p in zip(sequences, placements, strict=True)
+    ]
+    nothing = (rows[0][0][:0], True)
+    table = make_table(memory.pool, rows + [nothing] * idle, max_deltas)
+    rounds = -(-max_tokens // steps)
+    slots = np.full((size, rounds * steps), drop, np.int32)
+    for b, placement in enumerate(placements):
+        slots[b, :max_tokens] = placement.slots
+    stop = np.full((size, bucket(max(len(s.stop) for s in samplings), 4)), -1, np.int32)
+    for b, choice in enumerate(samplings):
+        stop[b, : len(choice.stop)] = choice.stop
+
+    def column(name: str, dtype: type, empty: float) -> np.ndarray:
+        return np.array([getattr(s, name) for s in samplings] + [empty] * idle, dtype)
+
+    sampling = SamplingInput(
+        temperature=column("temperature", np.float32, 0.0),
+        top_k=column("top_k", np.int32, 0),
+        top_p=column("top_p", np.float32, 1.0),
+        seed=column("seed", np.uint32, 0),
+    )
+    logits = jnp.stack([s.logits for s in sequences] + [sequences[0].logits] * idle)
+    lengths = np.array([len(s) for s in sequences] + [0] * idle, np.int32)
+    left = np.array([max_tokens] * batch + [0] * idle, np.int32)
+    tokens: list[list[Int32]] = [[] for _ in sequences]
+    stopped = np.zeros(size, bool)
+    for number in range(rounds):
+        inputs = DecodeInput(
+            logits=logits,
+            positions=lengths,
+            limits=np.where(stopped, 0, np.minimum(left, steps)).astype(np.int32),
+            stop=stop,
+            slots=(slots[:, number * steps : (number + 1) * steps],),
+            tables=(table,),
+            sampling=sampling,
+        )
+        out = memory.run(decode_many, params, memory.pages, inputs, config=memory.config)
+        memory.pages, logits = out.pages, out.logits
+        counts = np.asarray(out.counts)
+        drawn = np.asarray(out.tokens)
+        for b in range(batch):
+            tokens[b].append(drawn[b, : counts[b]])
+        lengths, left = lengths + counts, left - counts
+        stopped = stopped | np.asarray(out.stopped)
+        if stopped[:batch].all():
+            break
+    return [
+        Decoded(tokens=np.concatenate(tokens[b]), stopped=bool(stopped[b]), logits=logits[b])
+        for b in range(batch)
+    ]

@@ -1,0 +1,1 @@
+"""Model files: GGUF, Hugging Face directories, Orbax checkpoints, tokenizers."""

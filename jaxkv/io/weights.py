@@ -1,0 +1,203 @@
+"""Joins the tensors of a model file into `Params`, part by part, straight into the target dtype.
+
+Readers hand over one `TensorSource` per stored tensor; nothing but the leaf being filled and a chunk
+of rows is held besides the finished leaves, so a load never needs twice the model's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxkv.errors import ConfigError, FormatError, nearest
+from jaxkv.model.config import ModelConfig
+from jaxkv.model.families import part_names, part_shape
+from jaxkv.model.params import LayerParams, Params
+from jaxkv.typing import Float32
+
+DTYPES: Mapping[str, Any] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+_CHUNK = 1 << 23  # elements converted at once: 32 MiB of float32
+
+Progress = Callable[[str, int, int], None]
+"""Called as (stage, done, total) while a model is read; amounts in any one unit."""
+
+
+class TensorSource(Protocol):
+    """A stored tensor that gives float32 rows on demand."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape, outermost axis first."""
+        ...
+
+    def rows(self, lo: int, hi: int) -> np.ndarray[Any, Any]:
+        """Returns rows lo..hi-1 of the first axis in a floating dtype."""
+        ...
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Returns the NumPy dtype that `name` stands for; unknown names are a `ConfigError`."""
+    if name not in DTYPES:
+        raise ConfigError(
+            f"dtype is '{name}', expected one of {', '.join(DTYPES)}{nearest(name, list(DTYPES))}"
+        )
+    return DTYPES[name]
+
+
+def build_params(
+    config: ModelConfig,
+    tensors: Mapping[str, TensorSource],
+    *,
+    names: Mapping[str, str],
+    interleaved: bool,
+    dtype: str,
+    where: str,
+    ignored: Callable[[str], bool] = lambda _: False,
+    progress: Progress | None = None,
+) -> Params:
+    """Reads all weights of a model.
+
+    Args:
+      config: the architecture that the file claims.
+      tensors: every tensor of the file by name.
+      names: part -> tensor name, a family's `hf_tensors` or `gguf_tensors`.
+      interleaved: q and k rows of a head are stored as rotation pairs (0, H/2, 1, H/2 + 1, ...);
+        they are permuted to the half-split order 0..H-1 that jaxkv rotates.
+      dtype: "float32" or "bfloat16"; norm weights stay float32.
+      where: names the file in errors.
+      ignored: true for tensors that may be present and are not read.
+      progress: called after each part.
+
+    Raises:
+      FormatError: a tensor is missing, unexpected, of the wrong shape or not finite.
+    """
+    wanted = part_names(names, config)
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise FormatError(f"{where}: tensor '{missing[0]}' is missing{more}")
+    for name, source in tensors.items():
+        if name not in wanted:
+            if ignored(name):
+                continue
+            raise FormatError(
+                f"{where}: tensor '{name}' is not one a {config.family} model has"
+                f"{nearest(name, list(wanted))}"
+            )
+        expected = part_shape(wanted[name][0], config)
+        if tuple(source.shape) != expected:
+            raise FormatError(
+                f"{where}: tensor '{name}' has shape {list(source.shape)}, expected {list(expected)}"
+            )
+    reader = _Reader(
+        config, tensors, names, dtype_of(dtype), where, interleaved, len(wanted), progress
+    )
+    return Params(
+        embed=reader.table("embed"),
+        layers=tuple(reader.layer(i) for i in range(config.num_layers)),
+        final_norm=reader.norm("final_norm", None),
+        unembed=None if config.tie_embeddings else reader.table("unembed"),
+    )
+
+
+class _Reader:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, TensorSource],
+        names: Mapping[str, str],
+        dtype: np.dtype[Any],
+        where: str,
+        interleaved: bool,
+        total: int,
+        progress: Progress | None,
+    ) -> None:
+        self.config, self.tensors, self.names, self.dtype = config, tensors, names, dtype
+        self.where, self.interleaved, self.total, self.progress = (
+            where,
+            interleaved,
+            total,
+            progress,
+        )
+        self.done = 0
+
+    def fill(
+        self, part: str, layer: int | None, put: Callable[[int, int, Any], None], step: int
+    ) -> None:
+        """Calls put(lo, hi, rows) over the part's rows, `step` rows or a multiple of it at a time."""
+        name = self.names[part].format(i=layer)
+        source = self.tensors[name]
+        width = int(np.prod(source.shape[1:], dtype=np.int64))
+        chunk = max(1, _CHUNK // max(width * step, 1)) * step
+        for lo in range(0, source.shape[0], chunk):
+            hi = min(lo + chunk, source.shape[0])
+            rows = source.rows(lo, hi)
+            if not np.isfinite(rows).all():
+                raise FormatError(
+                    f"{self.where}: tensor '{name}' holds numbers that are not finite"
+                )
+            put(lo, hi, rows)
+        self.done += 1
+        if self.progress:
+            self.progress("convert", self.done, self.total)
+
+    def norm(self, part: str, layer: int | None) -> jax.Array:
+        out = np.empty(self.config.embed_dim, np.float32)
+        self.fill(part, layer, lambda lo, hi, rows: out.__setitem__(slice(lo, hi), rows), 1)
+        return jax.device_put(out)
+
+    def table(self, part: str) -> jax.Array:
+        out = np.empty(part_shape(part, self.config), self.dtype)
+        self.fill(part, None, lambda lo, hi, rows: out.__setitem__(slice(lo, hi), rows), 1)
+        return jax.device_put(out)
+
+    def transposed(self, part: str, layer: int, out: np.ndarray[Any, Any]) -> None:
+        """Fills `out` [in, out features] from the stored [out features, in]."""
+
+        def put(lo: int, hi: int, rows: Float32) -> None:
+            out[:, lo:hi] = rows.T
+
+        self.fill(part, layer, put, 1)
+
+    def heads(self, part: str, layer: int, out: np.ndarray[Any, Any]) -> None:
+        """Fills `out` [D, K, heads per K, H] from the stored [K · heads per K · H, D]."""
+        d, h, per = self.config.embed_dim, self.config.head_dim, out.shape[2]
+
+        def put(lo: int, hi: int, rows: Float32) -> None:
+            if self.interleaved and part != "v":
+                rows = rows.reshape(-1, h // 2, 2, d).swapaxes(1, 2)
+            step = per * h
+            out[:, lo // step : hi // step] = rows.reshape(-1, per, h, d).transpose(3, 0, 1, 2)
+
+        self.fill(part, layer, put, per * h)
+
+    def layer(self, i: int) -> LayerParams:
+        c = self.config
+        d, h, g, f = c.embed_dim, c.head_dim, c.group_size, c.mlp_dim
+        attn_norm = self.norm("attn_norm", i)
+        qkv = np.empty((d, c.num_kv_heads, g + 2, h), self.dtype)
+        self.heads("q", i, qkv[:, :, :g])
+        self.heads("k", i, qkv[:, :, g : g + 1])
+        self.heads("v", i, qkv[:, :, g + 1 :])
+        out = np.empty((c.num_heads * h, d), self.dtype)
+        self.transposed("out", i, out)
+        gate_up = np.empty((d, 2, f), self.dtype)
+        self.transposed("gate", i, gate_up[:, 0])
+        self.transposed("up", i, gate_up[:, 1])
+        down = np.empty((f, d), self.dtype)
+        self.transposed("down", i, down)
+        return LayerParams(
+            attn_norm=attn_norm,
+            qkv=jax.device_put(qkv),
+            out=jax.device_put(out.reshape(c.num_heads, h, d)),
+            mlp_norm=self.norm("mlp_norm", i),
+            gate_up=jax.device_put(gate_up),
+            down=jax.device_put(down),
+        )

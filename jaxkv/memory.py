@@ -1,0 +1,129 @@
+"""An engine's memory: its pages, its pool, its prefix index and the sequences it handed out.
+
+Part of the engine, in a file of its own. References: every live sequence holds one for each segment
+row; a step's fresh pages are held by the step until its sequence is handed out.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jaxkv.cache.pages import make_pages, poison_pages
+from jaxkv.cache.pool import PagePool
+from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.sequence import Sequence
+from jaxkv.errors import CapacityError, HandleError
+from jaxkv.model.config import ModelConfig
+from jaxkv.schedule import Placement, place
+from jaxkv.steps import Pages
+from jaxkv.typing import Int32
+
+T = TypeVar("T")
+_ids = itertools.count(1)
+
+
+class Memory:
+    """Pages on the device and who holds them."""
+
+    def __init__(
+        self, config: ModelConfig, *, num_pages: int, page_size: int, kv_dtype: str, poison: bool
+    ) -> None:
+        self.config = config
+        self.kv_dtype = kv_dtype
+        self.poison = poison
+        self.pool = PagePool(num_pages, page_size)
+        self.index = PrefixIndex(self.pool)
+        self.live: dict[int, Int32] = {}  # held pages of every sequence handed out, by id
+        self._collected: collections.deque[int] = collections.deque()
+        self.pages = self._make_pages()
+
+    def _make_pages(self) -> Pages:
+        pages = tuple(
+            make_pages(
+                self.config,
+                group,
+                num_pages=self.pool.num_pages,
+                page_size=self.pool.page_size,
+                dtype=self.kv_dtype,
+            )
+            for group in self.config.groups
+        )
+        if self.poison:
+            everything = np.arange(self.pool.num_pages, dtype=np.int32)
+            pages = tuple(poison_pages(group, everything) for group in pages)
+        return pages
+
+    def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs a step that takes the pages. If it fails after taking them, all is lost, and said so."""
+        try:
+            return step(*args, **kwargs)
+        except BaseException as error:
+            if any(group.kv.is_deleted() for group in self.pages):
+                self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
+                self.index = PrefixIndex(self.pool)
+                self.live.clear()
+                self.pages = self._make_pages()
+                raise HandleError(
+                    "a step failed after its pages were donated, so all sequences of this engine are "
+                    "released and its cache is empty"
+                ) from error
+            raise
+
+    def place(
+        self, base: Int32, positions: Int32, claimed: set[int] | None = None
+    ) -> Placement:
+        """Slots for `positions`, after evicting as many cached pages as they need."""
+        self.collect()
+        try:
+            return place(
+                self.pool, base, positions, claimed=claimed, make_room=self._make_room
+            )
+        except CapacityError as error:
+            raise CapacityError(f"{len(positions)} tokens do not fit: {error}") from None
+
+    def _make_room(self, need: int) -> None:
+        missing = need - self.pool.free_count
+        if missing > 0:
+            self._freed(self.index.evict(missing))
+
+    def commit(self, placement: Placement) -> None:
+        """Makes the slots that a returned step wrote count."""
+        self.pool.fill(*placement.filled)
+
+    def adopt(self, make: Callable[[int], Sequence]) -> Sequence:
+        """Hands a sequence out under a new id, holding its pages until it is released or collected."""
+        sequence = make(next(_ids))
+        held = sequence.held_pages
+        self.pool.retain(held)
+        self.live[sequence.id] = held
+        # A finalizer may run in the middle of anything: it only leaves a note for the next call.
+        weakref.finalize(sequence, self._collected.append, sequence.id)
+        return sequence
+
+    def collect(self) -> None:
+        """Releases the sequences that were garbage-collected."""
+        while self._collected:
+            held = self.live.pop(self._collected.popleft(), None)
+            if held is not None:
+                self.release(held)
+
+    def release(self, pages: Int32) -> None:
+        """Gives back one reference for each entry."""
+        if len(pages):
+            self._freed(self.pool.release(pages))
+
+    def _freed(self, pages: Int32) -> None:
+        if self.poison and len(pages):
+            self.pages = tuple(poison_pages(group, pages) for group in self.pages)
+
+    def check(self) -> None:
+        """Integrity: live sequences and the index account for every reference, or a HandleError."""
+        self.collect()
+        self.index.check()
+        self.pool.check([*self.live.values(), *self.index.references()])

@@ -1,0 +1,46 @@
+"""The pieces between attention: norm, projections, gated MLP, embedding. Activations are float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.typing import Array
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """RMSNorm over the last axis in float32 (Zhang and Sennrich, arXiv 1910.07467)."""
+    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * scale * weight
+
+
+def project(x: Array, weight: Array, *, inputs: int = 1) -> Array:
+    """Contracts the last `inputs` axes of `x` with the first ones of `weight`; float32 result.
+
+    The operand is rounded to the weight's dtype and products are accumulated in float32.
+    """
+    axes = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
+    return jax.lax.dot_general(
+        x.astype(weight.dtype), weight, (axes, ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+def gated_mlp(x: Array, gate_up: Array, down: Array) -> Array:
+    """SwiGLU: (silu(x·gate) * (x·up))·down, with gate_up [D, 2, F] and down [F, D]."""
+    hidden = project(x, gate_up)
+    return project(jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :], down)
+
+
+def embed(tokens: Array, table: Array) -> Array:
+    """Rows of the embedding table [V, D] as float32; `tokens` are validated on the host."""
+    return table[tokens].astype(jnp.float32)
+
+
+def unembed(x: Array, table: Array) -> Array:
+    """Logits f32[..., V] of hidden states x [..., D] with a table [V, D]."""
+    return jax.lax.dot_general(
+        x.astype(table.dtype),
+        table,
+        (((x.ndim - 1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,104 @@
+"""Weights as dataclass pytrees, `[in, out]`, with logical axis names.
+
+Query, key and value projections are one array grouped by KV head, `[D, K, G+2, H]`: G query heads,
+then the key head, then the value head. One matmul on one device, and still divisible over K on a mesh.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxkv.model.config import ModelConfig
+from jaxkv.typing import Array
+
+
+@struct.dataclass(kw_only=True)
+class LayerParams:
+    attn_norm: Array  # f32[D]
+    qkv: Array  # [D, K, G+2, H]
+    out: Array  # [N, H, D], N ordered as K·G
+    mlp_norm: Array  # f32[D]
+    gate_up: Array  # [D, 2, F]
+    down: Array  # [F, D]
+
+
+@struct.dataclass(kw_only=True)
+class Params:
+    embed: Array  # [V, D]
+    layers: tuple[LayerParams, ...]
+    final_norm: Array  # f32[D]
+    unembed: Array | None  # [V, D], None when tied to `embed`
+
+
+LAYER_AXES = {
+    "attn_norm": ("embed",),
+    "qkv": ("embed", "kv_heads", "qkv", "head_dim"),
+    "out": ("heads", "head_dim", "embed"),
+    "mlp_norm": ("embed",),
+    "gate_up": ("embed", "gate_up", "mlp"),
+    "down": ("mlp", "embed"),
+}
+PARAM_AXES = {"embed": ("vocab", "embed"), "final_norm": ("embed",), "unembed": ("vocab", "embed")}
+
+
+def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
+    """Shapes and dtypes of the weights of `config`, without storage. Norm weights are float32."""
+    d, k, g, h = config.embed_dim, config.num_kv_heads, config.group_size, config.head_dim
+    f, v = config.mlp_dim, config.vocab_size
+
+    def w(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    norm = jax.ShapeDtypeStruct((d,), jnp.float32)
+    layer = LayerParams(
+        attn_norm=norm,
+        qkv=w(d, k, g + 2, h),
+        out=w(config.num_heads, h, d),
+        mlp_norm=norm,
+        gate_up=w(d, 2, f),
+        down=w(f, d),
+    )
+    return Params(
+        embed=w(v, d),
+        layers=(layer,) * config.num_layers,
+        final_norm=norm,
+        unembed=None if config.tie_embeddings else w(v, d),
+    )
+
+
+def init_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> Params:
+    """Random weights, for tests and for training from scratch: normal / sqrt(fan-in), norms 1."""
+    rng = np.random.default_rng(seed)
+
+    def make(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].name
+        if name.endswith("norm"):
+            return jnp.ones(leaf.shape, leaf.dtype)
+        fan_in = leaf.shape[0]
+        if name in ("embed", "unembed"):
+            fan_in = leaf.shape[1]
+        elif name == "out":
+            fan_in = leaf.shape[0] * leaf.shape[1]
+        value = rng.standard_normal(leaf.shape, np.float32) / math.sqrt(fan_in)
+        return jnp.asarray(value, leaf.dtype)
+
+    params: Params = jax.tree.map_with_path(make, abstract_params(config, dtype))
+    return params
+
+
+def params_digest(params: Params) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of all weights, in tree order; hex."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree.leaves_with_path(params):
+        value = np.asarray(leaf)
+        header = f"{jax.tree_util.keystr(path)}:{value.dtype}:{value.shape};"
+        digest.update(len(header).to_bytes(4, "little") + header.encode())
+        digest.update(np.ascontiguousarray(value).view(np.uint8).reshape(-1).data)
+    return digest.hexdigest()

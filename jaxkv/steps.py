@@ -1,0 +1,238 @@
+"""The compiled steps: prefill, decode, relocate. Pure; `pages` are donated and come back as a new value.
+
+    pages, logits = prefill(params, pages, step, config=config)
+
+A pages value is spent by the step it is given to. Using it again raises `HandleError`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxkv.cache.pages import KVPages, decode_storage
+from jaxkv.cache.table import GroupInput, PageTable, StepInput
+from jaxkv.errors import HandleError, RelocationError
+from jaxkv.model.config import ModelConfig
+from jaxkv.model.params import Params
+from jaxkv.model.rope import rope_angles, rotate
+from jaxkv.model.sampling import SamplingInput, sample
+from jaxkv.model.transformer import StepOutput, forward_step
+from jaxkv.typing import Array
+
+Pages = tuple[KVPages, ...]
+
+
+@struct.dataclass(kw_only=True)
+class DecodeInput:
+    """Many decode steps of a batch: every slot and table entry they will need, decided beforehand.
+
+    The tables already hold the slots that later steps write: causality hides them until then.
+    """
+
+    logits: Array  # f32[B, V], of the last token of each sequence
+    positions: Array  # i32[B], where the next token will stand
+    limits: Array  # i32[B], tokens to generate at most; 0 for a padding row
+    stop: Array  # i32[B, E], a row that draws one of its own stops; padded with -1
+    slots: tuple[Array, ...]  # per group i32[B, steps]
+    tables: tuple[PageTable, ...]  # per group
+    sampling: SamplingInput
+
+
+@struct.dataclass(kw_only=True)
+class DecodeOutput:
+    pages: Pages
+    tokens: Array  # i32[B, steps], -1 after a row's end
+    counts: Array  # i32[B], tokens generated; a stop token is not counted and not written
+    stopped: Array  # bool[B], ended by a stop token
+    logits: Array  # f32[B, V], of the last token of each sequence
+
+
+@struct.dataclass(kw_only=True)
+class Moves:
+    """Slots to copy with their keys rotated by `delta`; `num_slots` as destination drops a row."""
+
+    source: Array  # i32[n]
+    target: Array  # i32[n]
+    delta: Array  # i32[n]
+
+
+def _check_live(pages: Pages) -> None:
+    for group in pages:
+        if isinstance(group.kv, jax.Array) and group.kv.is_deleted():
+            raise HandleError(
+                "pages were given to an earlier step, expected the value that the last step returned"
+            )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "logits", "capture"), donate_argnames=("pages",)
+)
+def _step(
+    params: Params, pages: Pages, step: StepInput, *, config: ModelConfig, logits: str, capture: bool
+) -> StepOutput:
+    return forward_step(params, pages, step, config=config, logits=logits, capture=capture)
+
+
+def run_step(
+    params: Params,
+    pages: Pages,
+    step: StepInput,
+    *,
+    config: ModelConfig,
+    logits: str = "last",
+    capture: bool = False,
+) -> StepOutput:
+    """Compiled `forward_step`. Donates `pages`.
+
+    Raises:
+      HandleError: `pages` was already donated.
+    """
+    _check_live(pages)
+    out: StepOutput = _step(params, pages, step, config=config, logits=logits, capture=capture)
+    return out
+
+
+def prefill(
+    params: Params, pages: Pages, step: StepInput, *, config: ModelConfig
+) -> tuple[Pages, Array]:
+    """Computes T tokens a sequence at any positions: prompt chunk, appended text, or repair.
+
+    Returns the new pages and logits f32[B, V] of each row's last valid token.
+    """
+    out = run_step(params, pages, step, config=config)
+    return out.pages, out.logits
+
+
+def decode(
+    params: Params, pages: Pages, step: StepInput, *, config: ModelConfig
+) -> tuple[Pages, Array]:
+    """Computes one token a sequence (T = 1). Returns the new pages and logits f32[B, V]."""
+    return prefill(params, pages, step, config=config)
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pages",))
+def _decode_many(
+    params: Params, pages: Pages, inputs: DecodeInput, *, config: ModelConfig
+) -> DecodeOutput:
+    batch, steps = inputs.slots[0].shape
+    drop = tuple(group.num_slots for group in pages)
+
+    def unfinished(state: tuple[Any, ...]) -> Array:
+        i, _, _, _, counts, stopped = state
+        return (i < steps) & jnp.any(~stopped & (counts < inputs.limits))
+
+    def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, pages, logits, tokens, counts, stopped = state
+        positions = inputs.positions + i
+        token = sample(logits, inputs.sampling, positions)
+        active = ~stopped & (counts < inputs.limits)
+        stops = active & jnp.any(token[:, None] == inputs.stop, axis=1)
+        active = active & ~stops
+        groups = tuple(
+            GroupInput(
+                slots=jnp.where(
+                    active[:, None], jax.lax.dynamic_slice_in_dim(slots, i, 1, axis=1), unused
+                ),
+                table=table,
+            )
+            for slots, table, unused in zip(inputs.slots, inputs.tables, drop, strict=True)
+        )
+        step = StepInput(
+            tokens=token[:, None],
+            positions=positions[:, None],
+            lengths=active.astype(jnp.int32),
+            groups=groups,
+        )
+        out = forward_step(params, pages, step, config=config)
+        tokens = tokens.at[:, i].set(jnp.where(active, token, -1))
+        logits = jnp.where(active[:, None], out.logits, logits)
+        counts = counts + active.astype(jnp.int32)
+        return i + 1, out.pages, logits, tokens, counts, stopped | stops
+
+    start = (
+        jnp.int32(0),
+        pages,
+        inputs.logits,
+        jnp.full((batch, steps), -1, jnp.int32),
+        jnp.zeros((batch,), jnp.int32),
+        jnp.zeros((batch,), bool),
+    )
+    _, pages, logits, tokens, counts, stopped = jax.lax.while_loop(unfinished, body, start)
+    return DecodeOutput(pages=pages, tokens=tokens, counts=counts, stopped=stopped, logits=logits)
+
+
+def decode_many(
+    params: Params, pages: Pages, inputs: DecodeInput, *, config: ModelConfig
+) -> DecodeOutput:
+    """Generates up to `steps` tokens a row in one compiled loop, sampling inside. Donates `pages`.
+
+    Each iteration draws a token from the logits at hand, stops the row if it is a stop token, else
+    writes its KV and computes the next logits. So every counted token's KV is in the pages, and the
+    returned logits continue the sequence.
+
+    Raises:
+      HandleError: `pages` was already donated.
+    """
+    _check_live(pages)
+    out: DecodeOutput = _decode_many(params, pages, inputs, config=config)
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pages",))
+def _relocate(pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig) -> Pages:
+    out = []
+    for group, move in zip(pages, moves, strict=True):
+        # R(-d) is R(d) transposed: cosine even, sine odd. Tables start at position 0.
+        cos, sin = rope_angles(jnp.abs(move.delta), config.rope, config.max_positions)
+        cos = cos[:, None]
+        sin = (sin * jnp.sign(move.delta)[:, None])[:, None]
+        size, head_dim = group.page_size, config.head_dim
+        source_row, source_slot = move.source // size, move.source % size
+        target_row, target_slot = move.target // size, move.target % size
+        dropped = move.target >= group.num_slots
+        total = group.kv.shape[0]
+
+        def copy_layer(layer: Array, kv: Array) -> Array:
+            base = layer * group.num_pages
+            raw = kv.at[source_row + base, :, source_slot].get(mode="promise_in_bounds")
+            rows = decode_storage(raw, group).astype(jnp.float32)
+            # No magnitude here: YaRN's factor went into the key at birth.
+            keys = rotate(rows[..., :head_dim], cos, sin)
+            row = jnp.where(dropped, total, target_row + base)
+            return _set_rows(kv, row, target_slot, keys, rows[..., head_dim:], group)
+
+        layers = total // group.num_pages
+        out.append(group.replace(kv=jax.lax.fori_loop(0, layers, copy_layer, group.kv)))
+    return tuple(out)
+
+
+def _set_rows(
+    kv: Array, row: Array, slot: Array, keys: Array, values: Array, group: KVPages
+) -> Array:
+    rows = jnp.concatenate([keys, values], -1).astype(group.dtype)
+    if rows.dtype != kv.dtype:
+        rows = jax.lax.bitcast_convert_type(rows, kv.dtype)
+    return kv.at[row, :, slot].set(rows, mode="drop")
+
+
+def relocate(pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig) -> Pages:
+    """Copies slots of every layer with K' = R(delta) K, V' = V, in float32. Donates `pages`.
+
+    The literal form of Suffix Cache Reuse (arXiv 2609.37725 §4.3), and the reference for the view form.
+    Sources and targets must not overlap.
+
+    Raises:
+      HandleError: `pages` was already donated.
+      RelocationError: the model's rotations do not compose.
+    """
+    _check_live(pages)
+    reason = config.relocation_refused
+    if reason:
+        raise RelocationError(f"keys cannot be moved: {reason}, expected positions that compose")
+    moved: Pages = _relocate(pages, moves, config=config)
+    return moved
