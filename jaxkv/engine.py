@@ -147,6 +147,7 @@ class Engine:
             causes={LAST: forward} if matched == length else {INSERTED: forward},
             provenance=(Run(0, length, Origin.EXACT),),
             matched=length - len(forward),
+            write=matched < length,
         )
         try:
             grid = length // self._grid * self._grid
@@ -384,7 +385,7 @@ class Engine:
                 rotate=work.rotate,
                 max_deltas=self.max_deltas,
                 chunk_size=self.chunk_size,
-                write=LAST not in work.causes,
+                write=work.write,
             )
             forwarded = time.perf_counter()
             attended = extended(moved.segments, done.placement)

@@ -51,7 +51,7 @@ class CacheContract:
                     f"contract field {field.name} is a {type(value).__name__}, "
                     f"expected {kind.__name__}"
                 )
-            if kind is int and not 0 < value < 2**63:
+            if isinstance(value, int) and not 0 < value < 2**63:
                 raise ConfigError(
                     f"contract field {field.name} is {value}, expected a positive 64-bit number"
                 )
@@ -73,7 +73,8 @@ class CacheContract:
         """Reads what `serialize` wrote; anything else is a FormatError that says where."""
         if not data.startswith(_MAGIC):
             raise FormatError(f"contract starts with {data[: len(_MAGIC)]!r}, expected {_MAGIC!r}")
-        at, values = len(_MAGIC), {}
+        at = len(_MAGIC)
+        values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             tag, at = _read_sized(data, at)
             if tag != field.name.encode():
@@ -131,10 +132,10 @@ class CacheContract:
         return tuple(found)
 
     def require(self, other: CacheContract) -> None:
-        """Raises a ContractError that names the first field that differs and both values, if any."""
+        """Raises a ContractError naming the first field that differs and both values, if any."""
         if found := self.mismatch(other):
             name, ours, theirs = found[0]
-            more = f" ({len(found) - 1} more fields differ)" if len(found) > 1 else ""
+            more = _more(len(found) - 1)
             raise ContractError(f"contract field {name} is {theirs!r}, expected {ours!r}{more}")
 
 
@@ -143,6 +144,12 @@ def describe(config: ModelConfig) -> str:
     return json.dumps(
         config.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     )
+
+
+def _more(count: int) -> str:
+    if not count:
+        return ""
+    return f" ({count} more field differs)" if count == 1 else f" ({count} more fields differ)"
 
 
 def _kind(field: dataclasses.Field[Any]) -> type:

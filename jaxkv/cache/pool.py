@@ -9,7 +9,6 @@ slots contain is not known here, only how many were written: slots are written o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,31 +65,31 @@ class PagePool:
           CapacityError: fewer than n pages are free.
           HandleError: a birth is negative.
         """
-        births = as_int32("births", births)
-        n = len(births)
+        at = as_int32("births", births)
+        n = len(at)
         if n > self._top:
             raise CapacityError(
                 f"{n} pages are needed, {self._top} are free of {self.num_pages} in the pool"
             )
-        if n and births.min() < 0:
-            raise HandleError(f"births holds {births.min()}, expected positions of 0 or more")
-        pages = self._free[self._top - n : self._top][::-1].copy()
+        if n and at.min() < 0:
+            raise HandleError(f"births holds {at.min()}, expected positions of 0 or more")
+        taken = self._free[self._top - n : self._top][::-1].copy()
         self._top -= n
-        self.refcount[pages] = 1
-        self.birth[pages] = births
-        self.filled[pages] = 0
-        return pages
+        self.refcount[taken] = 1
+        self.birth[taken] = at
+        self.filled[taken] = 0
+        return taken
 
     def retain(self, pages: npt.ArrayLike) -> None:
         """Adds one reference for each entry of `pages`, i32[n]; repeats count.
 
         Raises HandleError when a page is free or outside the pool.
         """
-        pages = self._known(pages)
-        if len(pages) and self.refcount[pages].min() == 0:
-            page = pages[self.refcount[pages] == 0][0]
+        known = self._known(pages)
+        if len(known) and self.refcount[known].min() == 0:
+            page = known[self.refcount[known] == 0][0]
             raise HandleError(f"page {page} is free, expected a page that somebody holds")
-        np.add.at(self.refcount, pages, _ONE)
+        np.add.at(self.refcount, known, _ONE)
 
     def retain_held(self, pages: Int32) -> None:
         """`retain` without checks, for a holder of other references to the same i32[n] pages."""
@@ -104,19 +103,19 @@ class PagePool:
         Raises:
           HandleError: a page has fewer references than the call takes, or is outside the pool.
         """
-        pages = self._known(pages)
-        if not len(pages):
+        known = self._known(pages)
+        if not len(known):
             return _EMPTY
-        np.subtract.at(self.refcount, pages, _ONE)
-        left = self.refcount[pages]
+        np.subtract.at(self.refcount, known, _ONE)
+        left = self.refcount[known]
         if left.min() < 0:
-            np.add.at(self.refcount, pages, _ONE)
-            page = pages[left < 0][0]
+            np.add.at(self.refcount, known, _ONE)
+            page = known[left < 0][0]
             raise HandleError(
-                f"page {page} is released {np.count_nonzero(pages == page)} times, "
+                f"page {page} is released {np.count_nonzero(known == page)} times, "
                 f"expected at most its {self.refcount[page]} references"
             )
-        freed = pages[left == 0]
+        freed = known[left == 0]
         if len(freed) > 1:
             freed = np.sort(freed)
             freed = freed[np.concatenate(([True], freed[1:] != freed[:-1]))]
@@ -133,20 +132,19 @@ class PagePool:
         Raises:
           HandleError: a watermark would go back or past the page size, or a page is not held.
         """
-        pages = self._known(pages)
-        if not len(pages):
-            return
-        upto = np.broadcast_to(np.asarray(upto, np.int32), pages.shape)
-        wrong = (upto < self.filled[pages]) | (upto > self.page_size) | (self.refcount[pages] == 0)
+        known = self._known(pages)
+        marks = np.broadcast_to(np.asarray(upto, np.int32), known.shape)
+        wrong = (marks < self.filled[known]) | (marks > self.page_size)
+        wrong |= self.refcount[known] == 0
         if wrong.any():
             at = int(wrong.argmax())
-            page = pages[at]
+            page = known[at]
             state = "free" if self.refcount[page] == 0 else f"filled to {self.filled[page]}"
             raise HandleError(
-                f"page {page} is {state} and would be filled to {upto[at]}, expected a held page "
+                f"page {page} is {state} and would be filled to {marks[at]}, expected a held page "
                 f"and a watermark that only rises, up to {self.page_size}"
             )
-        np.maximum.at(self.filled, pages, upto)
+        np.maximum.at(self.filled, known, marks)
 
     def check(self, references: Iterable[npt.ArrayLike]) -> None:
         """Integrity: counts equal the given references, and the free list is exactly the rest.
@@ -176,21 +174,19 @@ class PagePool:
             raise HandleError(f"a page is filled outside 0 to {self.page_size} slots")
 
     def _known(self, pages: npt.ArrayLike) -> Int32:
-        pages = as_int32("pages", pages)
+        known = as_int32("pages", pages)
         # Seen as unsigned, a negative id is a huge one: one reduction checks both ends.
-        if len(pages) and pages.view(np.uint32).max() >= self.num_pages:
-            page = pages[pages.view(np.uint32) >= self.num_pages][0]
+        if len(known) and known.view(np.uint32).max() >= self.num_pages:
+            page = known[known.view(np.uint32) >= self.num_pages][0]
             raise HandleError(f"page {page} is not in the pool, expected 0 to {self.num_pages - 1}")
-        return pages
+        return known
 
 
 _EMPTY: Int32 = np.zeros(0, np.int32)
 _EMPTY.flags.writeable = False
 
 
-def as_int32(
-    name: str, values: npt.ArrayLike, error: type[Exception] = HandleError
-) -> Any:  # Int32; Any lets callers rebind their argument
+def as_int32(name: str, values: npt.ArrayLike, error: type[Exception] = HandleError) -> Int32:
     """One-dimensional contiguous int32 form of `values`, the same object where it already is one.
 
     Raises `error`, naming `name`, for another rank, for non-integers and for integers that int32

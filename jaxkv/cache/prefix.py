@@ -1,11 +1,12 @@
 """Which tokens are cached, where, and since when: a radix tree over tokens, not over pages.
 
-Edges end at any token. Children are found by their first token, and tokens are always compared: a key
-is only an index. Roots are digests of cache contracts, so nothing is shared between two of them. Loops
-run over the nodes of one path; tokens and pages are handled by whole-array operations.
+Edges end at any token. Children are found by their first token, and tokens are always compared: a
+key is only an index. Roots are digests of cache contracts, so nothing is shared between two of
+them. Loops run over the nodes of one path; tokens and pages are handled by whole-array operations.
 
-References: a node holds one for each of its segment rows. `PrefixIndex.match` takes one for each row
-that it returns, **on behalf of the caller**, so that eviction between match and use takes nothing.
+References: a node holds one for each of its segment rows. `PrefixIndex.match` takes one for each
+row that it returns, **on behalf of the caller**, so that eviction between match and use takes
+nothing.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class PrefixIndex:
         self.tokens = 0
         self._roots: dict[bytes, Node] = {}
         self._held: Int32 = np.zeros(pool.num_pages, np.int32)  # references of the index, by page
-        # Leaves by age. An entry is checked when it is popped, not updated when its leaf is touched:
-        # a touch costs nothing, and a leaf moves at most once for each time it was touched.
+        # Leaves by age. An entry is checked when it is popped, not updated when its leaf is
+        # touched: a touch costs nothing, and a leaf moves at most once for each time it was
+        # touched.
         self._heap: list[tuple[int, int, Node]] = []
         self._clock = 0
         self._serial = 0
@@ -65,8 +67,9 @@ class PrefixIndex:
     ) -> Match:
         """Finds the longest cached prefix and **pins** it. Changes the tree's ages, nothing else.
 
-        The pool gains one reference for each row of the result's segments, in the caller's name: give
-        `match.pages` to `pool.release` when the segments are no longer used, also after an error.
+        The pool gains one reference for each row of the result's segments, in the caller's name:
+        give `match.pages` to `pool.release` when the segments are no longer used, also after an
+        error.
 
         Args:
           root: the digest of the cache contract.
@@ -77,13 +80,13 @@ class PrefixIndex:
           TokenError: the tokens are not a one-dimensional int32 array.
           ConfigError: a negative limit, or a granularity below 1.
         """
-        tokens = as_int32("tokens", tokens, TokenError)
+        prompt = as_int32("tokens", tokens, TokenError)
         if limit is not None and limit < 0:
             raise ConfigError(f"limit is {limit}, expected 0 or more tokens")
         if granularity < 1:
             raise ConfigError(f"granularity is {granularity}, expected at least 1 token")
-        wanted = len(tokens) if limit is None else min(limit, len(tokens))
-        path, end = self._walk(self._roots.get(root), tokens, wanted)
+        wanted = len(prompt) if limit is None else min(limit, len(prompt))
+        path, end = self._walk(self._roots.get(root), prompt, wanted)
         length = end.position // granularity * granularity
         if length < end.position:
             end = MatchEnd(Cause.GRANULARITY, length, before=end)
@@ -93,7 +96,7 @@ class PrefixIndex:
         return Match(length, segments, end)
 
     def insert(self, root: bytes, tokens: npt.ArrayLike, segments: Int32) -> int:
-        """Indexes the KV of a prompt. Where the same tokens are cached already, the first copy stays.
+        """Indexes the KV of a prompt. Where its tokens are cached already, the first copy stays.
 
         The index takes references of its own for what it keeps; those of the caller are untouched.
 
@@ -108,15 +111,15 @@ class PrefixIndex:
           HandleError: the segments do not cover the tokens, or a slot is not written or not held.
           TokenError: the tokens are not a one-dimensional int32 array.
         """
-        tokens = as_int32("tokens", tokens, TokenError)
-        n = len(tokens)
+        prompt = as_int32("tokens", tokens, TokenError)
+        n = len(prompt)
         require_exact(segments, n, self.pool)
         if n == 0:
             return 0
         top = self._roots.get(root)
         if top is None:
             top = self._roots[root] = Node(None, 0, b"", EMPTY_SEGMENTS, 0)
-        path, end = self._walk(top, tokens, n)
+        path, end = self._walk(top, prompt, n)
         self._touch(path)
         at = end.position
         if at == n:
@@ -124,9 +127,9 @@ class PrefixIndex:
         parent = path[-1] if path else top
         if at < parent.end:
             parent = self._split(parent, at)
-        leaf = Node(parent, at, tokens[at:].tobytes(), cut(segments, at, n), self._clock)
+        leaf = Node(parent, at, prompt[at:].tobytes(), cut(segments, at, n), self._clock)
         self._take(leaf.segments[:, PAGE])
-        parent.children[tokens.item(at)] = leaf
+        parent.children[prompt.item(at)] = leaf
         self._push(leaf)
         self.nodes += 1
         self.tokens += n - at
@@ -136,12 +139,12 @@ class PrefixIndex:
         """Forgets the leaves that were not used for longest until `need` pages became free.
 
         Leaves whose pages are all in use elsewhere are passed over; they are dropped only where
-        nothing else is left, and only if reclaimable pages stand at or above them. The work grows with
-        what is evicted, touched since, or in use; not with the tree.
+        nothing else is left, and only if reclaimable pages stand at or above them. The work grows
+        with what is evicted, touched since, or in use; not with the tree.
 
         Returns:
-          i32[f] freed page ids, f >= need. Empty, with nothing forgotten, if `reclaimable` < need: a
-          request that cannot be met must not cost others their cache.
+          i32[f] freed page ids, f >= need. Empty, and nothing is forgotten, if `reclaimable` <
+          need: a request that cannot be met must not cost others their cache.
         """
         if need <= 0 or self.reclaimable < need:
             return _NO_PAGES
@@ -181,7 +184,7 @@ class PrefixIndex:
                 yield node.segments[:, PAGE]
 
     def check(self) -> None:
-        """Integrity of trees, counters, references and heap; raises HandleError at the first fault."""
+        """Integrity of trees, counters, references and heap; raises HandleError at a fault."""
         nodes = tokens = 0
         leaves = set()
         for top in self._roots.values():
@@ -276,7 +279,7 @@ class PrefixIndex:
         heapq.heappush(self._heap, (leaf.stamp, self._serial, leaf))
 
     def _pop_oldest(self) -> Node | None:
-        """Takes the leaf with the oldest stamp off the heap; stale entries are renewed or dropped."""
+        """Takes the oldest leaf off the heap; stale entries are renewed or dropped."""
         while self._heap:
             stamp, _, node = heapq.heappop(self._heap)
             node.queued = False

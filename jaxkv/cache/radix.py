@@ -1,7 +1,7 @@
 """Nodes of the prefix index and their payload: runs of tokens and the segments that hold their KV.
 
-The index itself (`prefix.py`) knows paths, ages and references; what a payload is, how it is cut and
-joined, and what makes it valid is known here alone.
+The index itself (`prefix.py`) knows paths, ages and references; what a payload is, how it is cut
+and joined, and what makes it valid is known here alone.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Node:
     def hold(self, start: int, key: bytes, segments: Int32) -> None:
         """Sets what the node holds: tokens from position `start` on, and their segments, i32[W, 4].
 
-        The tokens are bytes of the node's own: comparing them is one memcmp without a temporary, and
-        no buffer larger than the run is kept alive.
+        The tokens are bytes of the node's own: comparing them is one memcmp without a temporary,
+        and no buffer larger than the run is kept alive.
         """
         self.start = start
         self.key = key

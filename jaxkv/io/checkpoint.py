@@ -22,7 +22,6 @@ import logging
 import os
 import secrets
 import shutil
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxkv.errors import ConfigError, FormatError
+from jaxkv.io.disk import fsync, fsync_tree, remove_stale
 from jaxkv.io.tokenizer import Tokenizer, tokenizer_from_definition
 from jaxkv.io.weights import dtype_of
 from jaxkv.model.config import ModelConfig
@@ -41,21 +41,20 @@ from jaxkv.model.params import LayerParams, Params, abstract_params, params_dige
 FORMAT_VERSION = 1
 METADATA = "jaxkv.json"
 _WEIGHTS = "weights"
-_STALE_SECONDS = 24 * 3600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """What a checkpoint directory holds."""
+class Model:
+    """A decoder with its weights and tokenizer: what `load` returns and a checkpoint holds."""
 
     config: ModelConfig
     params: Params
     tokenizer: Tokenizer | None
     name: str
-    dtype: str  # of `params` as loaded
-    weights_digest: str  # of `params` as loaded
-    source: str
-    license: str | None
+    dtype: str  # of the weight matrices; norm weights are float32
+    weights_digest: str  # SHA-256 of `params`, hex; differs between dtypes
+    source: str  # where the weights came from, for people
+    license: str | None = None
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -63,23 +62,10 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / METADATA).is_file()
 
 
-def save_checkpoint(
-    path: str | Path,
-    *,
-    config: ModelConfig,
-    params: Params,
-    tokenizer: Tokenizer | None,
-    name: str,
-    dtype: str,
-    source: str,
-    license: str | None = None,
-) -> Path:
-    """Writes a checkpoint at `path`, which must not exist or must hold one already.
+def save_checkpoint(path: str | Path, model: Model) -> Path:
+    """Writes `model` at `path`, a directory that must not exist or must hold a checkpoint already.
 
-    Args:
-      path: the directory to create; an existing checkpoint there is kept, not replaced.
-      params: weights whose matrices are of `dtype`.
-      source: where the weights came from, for people.
+    An existing checkpoint is kept, not replaced: remove it first to write another.
 
     Returns:
       `path`.
@@ -90,35 +76,32 @@ def save_checkpoint(
     """
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(path)
+    remove_stale(path.parent, f".{path.name}.*.partial")
     aside = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
     aside.mkdir()
     try:
-        with (
-            _quiet_orbax(),
-            ocp.Checkpointer(_handler(), multiprocessing_options=_alone()) as writer,
-        ):
-            writer.save(aside / _WEIGHTS, args=ocp.args.PyTreeSave(_to_tree(params)))
+        with _checkpointer() as writer:
+            writer.save(aside / _WEIGHTS, args=ocp.args.PyTreeSave(_to_tree(model.params)))
         body = {
             "format_version": FORMAT_VERSION,
-            "name": name,
-            "source": source,
-            "license": license,
-            "dtype": dtype,
-            "config": config.to_dict(),
-            "weights_digest": params_digest(params),
-            "tokenizer": None if tokenizer is None else tokenizer.definition(),
+            "name": model.name,
+            "source": model.source,
+            "license": model.license,
+            "dtype": np.asarray(model.params.embed).dtype.name,
+            "config": model.config.to_dict(),
+            "weights_digest": params_digest(model.params),
+            "tokenizer": None if model.tokenizer is None else model.tokenizer.definition(),
         }
         text = json.dumps({"digest": _digest(body), **body}, ensure_ascii=False, indent=1)
         (aside / METADATA).write_text(text, encoding="utf-8")
-        _flush(aside)
+        fsync_tree(aside)
         _publish(aside, path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return path
 
 
-def load_checkpoint(path: str | Path, *, dtype: str | None = None) -> Checkpoint:
+def load_checkpoint(path: str | Path, *, dtype: str | None = None) -> Model:
     """Loads a checkpoint and checks it whole.
 
     Args:
@@ -141,10 +124,7 @@ def load_checkpoint(path: str | Path, *, dtype: str | None = None) -> Checkpoint
     tree = _to_tree(expected)
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     try:
-        with (
-            _quiet_orbax(),
-            ocp.Checkpointer(_handler(), multiprocessing_options=_alone()) as reader,
-        ):
+        with _checkpointer() as reader:
             arguments = ocp.args.PyTreeRestore(tree, restore_args=as_numpy)
             tree = reader.restore(path / _WEIGHTS, args=arguments)
     except Exception as error:  # Orbax and TensorStore raise whatever their layer raises
@@ -172,7 +152,7 @@ def load_checkpoint(path: str | Path, *, dtype: str | None = None) -> Checkpoint
     if target is not None and target != stored:
         digest = params_digest(final)
     definition = body["tokenizer"]
-    return Checkpoint(
+    return Model(
         config=config,
         params=final,
         tokenizer=None if definition is None else tokenizer_from_definition(definition, str(path)),
@@ -264,33 +244,20 @@ def _alone() -> ocp.options.MultiprocessingOptions:
     )
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    return ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone())
-
-
 @contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Hides Orbax's warnings, which are about its own options: errors still raise."""
+def _checkpointer() -> Iterator[ocp.Checkpointer]:
+    """An Orbax checkpointer; its warnings are about its own options and hidden, errors raise."""
     logger = logging.getLogger("absl")
     level = logger.level
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logger.setLevel(logging.ERROR)
         try:
-            yield
+            with ocp.Checkpointer(handler, multiprocessing_options=_alone()) as checkpointer:
+                yield checkpointer
         finally:
             logger.setLevel(level)
-
-
-def _flush(directory: Path) -> None:
-    """fsyncs every file and directory under `directory`, children first."""
-    for root, _, files in os.walk(directory, topdown=False):
-        for name in [*files, ""]:
-            handle = os.open(os.path.join(root, name) if name else root, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
 
 
 def _publish(aside: Path, path: Path) -> None:
@@ -302,16 +269,4 @@ def _publish(aside: Path, path: Path) -> None:
         if not is_checkpoint(path):
             raise FormatError(f"{path}: exists and is not a jaxkv checkpoint") from error
         return  # another process finished first: its checkpoint is as good as ours
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _remove_stale(path: Path) -> None:
-    """Removes what processes killed long ago left aside; a live one's is younger."""
-    for partial in path.parent.glob(f".{path.name}.*.partial"):
-        with contextlib.suppress(OSError):
-            if time.time() - partial.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(partial, ignore_errors=True)
+    fsync(path.parent)

@@ -34,15 +34,19 @@ class _Fields:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.data.get(key)
+        """A positive number: nothing that a config says in floating point may be zero or less."""
+        value: Any = self.data.get(key)
         value = default if value is None else value
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
-            raise self.fail(key, value, "a finite number")
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not 0 < value < math.inf:
+            raise self.fail(key, value, "a positive finite number")
         return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.data.get(key)
+        if not isinstance(value, bool):
+            raise self.fail(key, value, "true or false")
+        return value
 
     def only(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
         for key, values in allowed.items():
@@ -86,7 +90,7 @@ def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> Model
         max_positions=positions,
         rope=_rope_from_hf(data, where, head_dim, positions),
         norm_eps=fields.number("rms_norm_eps"),
-        tie_embeddings=bool(data["tie_word_embeddings"]),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
         bos_token_id=bos if bos is None else fields.integer("bos_token_id"),
         eos_token_ids=tuple(
             _Fields({"eos_token_id": e}, where).integer("eos_token_id") for e in eos_ids
@@ -105,11 +109,12 @@ def _rope_from_hf(data: Mapping[str, Any], where: str, head_dim: int, positions:
     kind = merged.get("rope_type", merged.get("type", "default"))
     fields.only({"partial_rotary_factor": (None, 1.0), "truncate": (None, True)})
     theta = fields.number("rope_theta", 10_000.0)
-    original = merged.get("original_max_position_embeddings")
-    if original is None:
-        original = data.get("original_max_position_embeddings") or positions
-    found = {**merged, "original_max_position_embeddings": original}
-    fields = _Fields(found, where, f"{key}.")
+    if theta <= 1:
+        raise fields.fail("rope_theta", theta, "more than 1")
+    # transformers lets the key beside the RoPE settings win over the one among them
+    name = "original_max_position_embeddings"
+    original = next((d[name] for d in (data, merged) if d.get(name) is not None), positions)
+    fields = _Fields({**merged, name: original}, where, f"{key}.")
     values: dict[str, Any] = {"theta": theta, "rotary_dim": head_dim, "scaling": kind}
     if kind == "default":
         return _rope_config(where, values)
@@ -120,8 +125,10 @@ def _rope_from_hf(data: Mapping[str, Any], where: str, head_dim: int, positions:
     if kind != "linear":
         values["original_max_positions"] = fields.integer("original_max_position_embeddings")
     if kind == "llama3":
-        values["low_freq_factor"] = fields.number("low_freq_factor")
-        values["high_freq_factor"] = fields.number("high_freq_factor")
+        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+        if high <= low:
+            raise fields.fail("high_freq_factor", high, f"more than low_freq_factor {low}")
+        values |= {"low_freq_factor": low, "high_freq_factor": high}
     if kind == "yarn":
         values.setdefault("factor", positions / max(values["original_max_positions"], 1))
         values["beta_fast"] = fields.number("beta_fast", 32.0)
@@ -138,8 +145,9 @@ def _yarn_magnitude(fields: _Fields, factor: float) -> float:
 
     if fields.data.get("attention_factor") is not None:
         return fields.number("attention_factor")
-    mscale, all_dim = fields.number("mscale", 0.0), fields.number("mscale_all_dim", 0.0)
-    return scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0)
+    if not (fields.data.get("mscale") and fields.data.get("mscale_all_dim")):
+        return scale(1.0)
+    return scale(fields.number("mscale")) / scale(fields.number("mscale_all_dim"))
 
 
 def config_from_gguf(
@@ -205,10 +213,10 @@ def _rope_from_gguf(
     fields: _Fields, head_dim: int, positions: int, rope_factors: Float32 | None
 ) -> RopeConfig:
     data = fields.data
-    values: dict[str, Any] = {
-        "theta": fields.number("rope.freq_base", 10_000.0),
-        "rotary_dim": head_dim,
-    }
+    theta = fields.number("rope.freq_base", 10_000.0)
+    if theta <= 1:
+        raise fields.fail("rope.freq_base", theta, "more than 1")
+    values: dict[str, Any] = {"theta": theta, "rotary_dim": head_dim}
     kind = data.get("rope.scaling.type", "linear" if "rope.scale_linear" in data else "none")
     if kind not in ("none", "linear", "yarn"):
         raise fields.fail("rope.scaling.type", kind, "one of none, linear, yarn")
@@ -285,6 +293,7 @@ def _model_config(where: str, **values: Any) -> ModelConfig:
         for i in ids:
             if i is not None and i >= config.vocab_size:
                 raise FormatError(
-                    f"{where}: {name} token id is {i}, expected under vocab_size {config.vocab_size}"
+                    f"{where}: {name} token id is {i}, "
+                    f"expected under vocab_size {config.vocab_size}"
                 )
     return config

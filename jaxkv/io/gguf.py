@@ -59,11 +59,15 @@ class GgufTensor:
 
     def rows(self, lo: int, hi: int) -> Float32:
         """Returns f32[hi - lo, ...], dequantized."""
-        row = self.data.size // self.shape[0]
-        raw = self.data[lo * row : hi * row]
+        if len(self.shape) == 1 and self.type not in _PLAIN:  # blocks run along the only axis
+            row = dataclasses.replace(self, shape=(1, *self.shape))
+            return row.rows(0, 1)[0, lo:hi]
+        size = self.data.size // self.shape[0]
+        raw = self.data[lo * size : hi * size]
         shape = (hi - lo, *self.shape[1:])
         if self.type in _PLAIN:
-            return raw.view(_PLAIN[self.type]).reshape(shape).astype(np.float32)
+            with np.errstate(over="ignore"):
+                return raw.view(_PLAIN[self.type]).reshape(shape).astype(np.float32)
         try:
             with np.errstate(all="ignore"):  # corrupt scales overflow: the caller checks
                 values = gguf.dequantize(raw.reshape(hi - lo, -1), self.type)

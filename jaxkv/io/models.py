@@ -10,21 +10,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import rich.console
 import rich.progress
 
-from jaxkv.errors import FetchError, nearest
-from jaxkv.io.checkpoint import FORMAT_VERSION, is_checkpoint, load_checkpoint, save_checkpoint
+from jaxkv.errors import FetchError, FormatError, nearest
+from jaxkv.io.checkpoint import (
+    FORMAT_VERSION,
+    Model,
+    is_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from jaxkv.io.configs import config_from_hf
 from jaxkv.io.fetch import NAMED_MODELS, NamedModel, cache_directory, fetched_gguf, require_space
 from jaxkv.io.gguf import open_gguf, read_gguf_config, read_gguf_params
-from jaxkv.io.safetensors import read_hf_directory
-from jaxkv.io.tokenizer import Tokenizer, tokenizer_from_gguf
+from jaxkv.io.safetensors import read_hf_directory, read_json
+from jaxkv.io.tokenizer import tokenizer_from_gguf
 from jaxkv.io.weights import Progress, dtype_of
-from jaxkv.model.config import ModelConfig
-from jaxkv.model.params import Params, params_digest
+from jaxkv.model.params import params_digest
 
 _HUB_FILES = (
     "config.json",
@@ -36,20 +43,6 @@ _HUB_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
-    """A decoder with its weights and tokenizer."""
-
-    config: ModelConfig
-    params: Params
-    tokenizer: Tokenizer | None
-    name: str
-    dtype: str  # of the weight matrices; norm weights are float32
-    weights_digest: str  # SHA-256 of `params`, hex; differs between dtypes
-    source: str
-    license: str | None = None
 
 
 def load(
@@ -81,12 +74,11 @@ def load(
         if isinstance(source, str) and name in NAMED_MODELS:
             return _load_named(NAMED_MODELS[name], dtype, cache_directory(cache_dir), report)
         path = Path(source).expanduser()
+        if is_checkpoint(path):
+            report("load", 0, 0)
+            return load_checkpoint(path, dtype=dtype)
         if path.is_dir():
-            return (
-                _load_checkpoint(path, dtype)
-                if is_checkpoint(path)
-                else _load_hf(path, dtype, report)
-            )
+            return _load_hf(path, dtype, report)
         if path.is_file():
             return _load_gguf(path, dtype, report)
         if isinstance(source, str) and _looks_like_hub_name(name):
@@ -106,26 +98,16 @@ def _load_named(model: NamedModel, dtype: str, cache: Path, report: Progress) ->
                 require_space(cache, model.converted_bytes, "the converted model")
                 loaded = _load_gguf(gguf, "float32", report)
                 report("save", 0, 0)
-                save_checkpoint(
-                    directory,
-                    config=loaded.config,
-                    params=loaded.params,
-                    tokenizer=loaded.tokenizer,
-                    name=model.name,
-                    dtype="float32",
-                    source=f"{model.requirement} {model.member} sha256:{model.gguf_sha256}",
-                    license=model.license,
+                origin = f"{model.requirement} {model.member} sha256:{model.gguf_sha256}"
+                loaded = dataclasses.replace(
+                    loaded, name=model.name, source=origin, license=model.license
                 )
+                save_checkpoint(directory, loaded)
                 del loaded
         except OSError as error:
             raise FetchError(f"{cache}: cannot be written: {error.strerror or error}") from error
     report("load", 0, 0)
-    return _load_checkpoint(directory, dtype)
-
-
-def _load_checkpoint(path: Path, dtype: str) -> Model:
-    found = load_checkpoint(path, dtype=dtype)
-    return Model(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})
+    return load_checkpoint(directory, dtype=dtype)
 
 
 def _load_gguf(path: Path, dtype: str, report: Progress) -> Model:
@@ -160,34 +142,54 @@ def _load_hf(path: Path, dtype: str, report: Progress) -> Model:
 
 
 def _looks_like_hub_name(name: str) -> bool:
-    parts = name.split("/")
-    return (
-        len(parts) == 2
-        and all(p and p.strip(".~") and p.isprintable() for p in parts)
-        and "\\" not in name
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not name.endswith(
+        ".gguf"
     )
 
 
 def _load_hub(name: str, dtype: str, report: Progress) -> Model:
     import huggingface_hub
+    import huggingface_hub.utils
 
     report("fetch", 0, 0)
+    shown = not huggingface_hub.utils.are_progress_bars_disabled()
+    huggingface_hub.utils.disable_progress_bars()  # ours is on the screen
+    reason: Exception | None = None
     try:
-        path = Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)))
-    except Exception as error:  # whatever the hub client or its HTTP library raises
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        try:  # asked first because it fails at once where a download would retry for half a minute
+            huggingface_hub.HfApi().model_info(name, timeout=10)
+        except Exception as error:  # whatever the hub client or its HTTP library raises
+            reason = error
+        offline = reason is not None  # an earlier download may still be there
+        config = huggingface_hub.hf_hub_download(name, "config.json", local_files_only=offline)
+        config_from_hf(read_json(Path(config), required=True), f"{name}/config.json")
+        path = huggingface_hub.snapshot_download(
+            name, allow_patterns=list(_HUB_FILES), local_files_only=offline
+        )
+    except FormatError:
+        raise  # found out before gigabytes were fetched for nothing
+    except Exception as error:
+        text = " ".join(str(reason or error).split())[:200] or type(error).__name__
         raise FetchError(
-            f"'{name}' is not a path here and the Hugging Face hub did not give it ({reason}): "
+            f"'{name}' is not a path here and the Hugging Face hub did not give it ({text}): "
             "download its config.json, *.safetensors and tokenizer files and load their directory"
         ) from error
-    return dataclasses.replace(_load_hf(path, dtype, report), name=name, source=f"hub:{name}")
+    finally:
+        if shown:
+            huggingface_hub.utils.enable_progress_bars()
+    model = _load_hf(Path(path), dtype, report)
+    return dataclasses.replace(model, name=name, source=f"hub:{name}")
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    pass
 
 
 @contextlib.contextmanager
 def _progress(show: bool) -> Iterator[Progress]:
     """Gives the callback of the readers; shows one line per stage while it runs."""
     if not show:
-        yield lambda stage, done, total: None
+        yield _silent
         return
     labels = {
         "fetch": "Fetching model",

@@ -1,6 +1,6 @@
 """Reads Hugging Face model directories: config.json, *.safetensors, tokenizer files.
 
-Tensors are read as rows of the mapped file, after the header was checked by the `safetensors` package;
+Tensors are read as rows of the mapped file, after the `safetensors` package has checked the header;
 bfloat16 comes through `ml_dtypes`.
 """
 
@@ -53,7 +53,7 @@ class _Tensor:
 
 
 def open_safetensors(path: str | Path) -> dict[str, TensorSource]:
-    """Maps a safetensors file and returns its tensors by name; `FormatError` where it is malformed."""
+    """Maps a safetensors file; returns its tensors by name, `FormatError` where it is malformed."""
     path = Path(path)
     where = path.name
     try:
@@ -88,8 +88,8 @@ def read_hf_directory(
 
     Args:
       path: holds config.json and model.safetensors or its shards with an index; tokenizer.json or
-        tokenizer.model, tokenizer_config.json, chat_template.jinja and generation_config.json are read
-        where present.
+        tokenizer.model, tokenizer_config.json, chat_template.jinja and generation_config.json are
+        read where present.
       dtype: "float32" or "bfloat16", of the weight matrices.
 
     Returns:
@@ -99,8 +99,8 @@ def read_hf_directory(
       FormatError: a file is missing, malformed or unsupported; the message names it.
     """
     path = Path(path)
-    data = _json(path / "config.json", required=True)
-    generation = _json(path / "generation_config.json")
+    data = read_json(path / "config.json", required=True)
+    generation = read_json(path / "generation_config.json")
     if generation.get("eos_token_id") is not None:  # what the model's authors stop generation at
         data["eos_token_id"] = generation["eos_token_id"]
     where = f"{path.name}/config.json"
@@ -123,7 +123,8 @@ def read_hf_directory(
     return config, params, tokenizer
 
 
-def _json(path: Path, *, required: bool = False) -> dict[str, Any]:
+def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """Returns the JSON object in a file; {} where it is absent and not required."""
     where = f"{path.parent.name}/{path.name}"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -143,7 +144,7 @@ def _json(path: Path, *, required: bool = False) -> dict[str, Any]:
 
 
 def _all_tensors(path: Path) -> dict[str, TensorSource]:
-    index = _json(path / _INDEX)
+    index = read_json(path / _INDEX)
     if not index:
         if not (path / _SINGLE).is_file():
             raise FormatError(f"{path.name}: has neither {_SINGLE} nor {_INDEX}")
@@ -170,7 +171,7 @@ def _all_tensors(path: Path) -> dict[str, TensorSource]:
 
 
 def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer | None:
-    settings = _json(path / "tokenizer_config.json")
+    settings = read_json(path / "tokenizer_config.json")
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

@@ -1,13 +1,14 @@
 """Rebuilds a SentencePiece model from the vocabulary that a GGUF file carries.
 
-GGUF (`tokenizer.ggml.model` "llama") stores pieces, scores and types but not the model itself, so its
-protobuf message is written here; only the fields that encoding and decoding need.
+GGUF (`tokenizer.ggml.model` "llama") stores pieces, scores and types but not the model itself, so
+its protobuf message is written here; only the fields that encoding and decoding need.
 
 Source: sentencepiece_model.proto (ModelProto, TrainerSpec, NormalizerSpec).
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any
 
@@ -45,11 +46,15 @@ def sentencepiece_model(
       where: names the file in errors.
 
     Raises:
-      FormatError: no scores, no unknown piece, or a text normalization that GGUF does not carry whole.
+      FormatError: no scores, no unknown piece, or a text normalization we do not read.
     """
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise FormatError(f"{where}: tokenizer.ggml.scores does not have {len(tokens)} entries")
+    if (
+        not isinstance(scores, list)
+        or len(scores) != len(tokens)
+        or not all(isinstance(s, float) and math.isfinite(s) for s in scores)
+    ):
+        raise FormatError(f"{where}: tokenizer.ggml.scores does not have {len(tokens)} numbers")
     if metadata.get("tokenizer.ggml.precompiled_charsmap"):
         raise FormatError(
             f"{where}: tokenizer.ggml.precompiled_charsmap is present, "
@@ -71,13 +76,10 @@ def sentencepiece_model(
     )
 
     def special(name: str) -> int:
-        value = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        value: Any = metadata.get(f"tokenizer.ggml.{name}_token_id")
         # SentencePiece wants ids that name control pieces, or -1 for none
-        return (
-            value
-            if isinstance(value, int) and 0 <= value < len(types) and types[value] == _CONTROL
-            else -1
-        )
+        known = isinstance(value, int) and 0 <= value < len(types) and types[value] == _CONTROL
+        return int(value) if known else -1
 
     bos, eos = special("bos"), special("eos")
     trainer = (

@@ -1,8 +1,8 @@
 """Tokenizers: one small protocol over byte-pair models (`tokenizers`) and SentencePiece.
 
 Each tokenizer is built from a *definition*, plain JSON-serializable data that says everything about
-it. The definition is what a checkpoint stores and what `digest` hashes, so a converted model needs no
-other file and two tokenizers with the same digest give the same ids.
+it. The definition is what a checkpoint stores and what `digest` hashes, so a converted model needs
+no other file and two tokenizers with the same digest give the same ids.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ class Tokenizer(Protocol):
     template_digest: str
 
     def encode(self, text: str, *, add_bos: bool = False, parse_special: bool = True) -> Int32:
-        """Returns i32[n]. `parse_special=False` encodes "<|im_end|>" in the text as plain characters:
-        use it for text that users wrote."""
+        """Returns i32[n].
+
+        `parse_special=False` takes "<|im_end|>" in the text as plain characters: use it for text
+        that users wrote.
+        """
         ...
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
@@ -97,9 +100,7 @@ class _Base:
     ) -> str:
         """See `Tokenizer`."""
         if self.chat_template is None:
-            raise TokenError(
-                f"{self.where}: the model has no chat template, expected one to format chat"
-            )
+            raise TokenError(f"{self.where}: the model has no chat template, expected one")
         special = {name: text for name, text in self._named_tokens().items() if text is not None}
         return render_chat(
             self.chat_template,
@@ -144,7 +145,8 @@ class _Base:
         bad = np.flatnonzero((array < 0) | (array >= self.vocab_size))
         if bad.size:
             raise TokenError(
-                f"token id at index {bad[0]} is {array[bad[0]]}, expected 0 to {self.vocab_size - 1}"
+                f"token id at index {bad[0]} is {array[bad[0]]}, "
+                f"expected 0 to {self.vocab_size - 1}"
             )
         result: list[int] = array.tolist()
         return result
@@ -156,7 +158,8 @@ class BytePairTokenizer(_Base):
     def __init__(self, definition: dict[str, Any], where: str = "tokenizer") -> None:
         super().__init__(definition, where)
         self._tokenizer = self._build()
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # not the count of tokens: a tokenizer.json may leave ids out
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self._check_special()
 
     def _build(self) -> tokenizers.Tokenizer:
@@ -207,7 +210,7 @@ class SentencePieceTokenizer(_Base):
         self._pattern = re.compile("|".join(map(re.escape, longest))) if longest else None
 
     def encode(self, text: str, *, add_bos: bool = False, parse_special: bool = True) -> Int32:
-        """See `Tokenizer`. SentencePiece itself never parses control tokens: the text is cut at them."""
+        """See `Tokenizer`; the text is cut at control tokens, which SentencePiece never parses."""
         ids: list[int] = []
         start = 0
         for match in self._pattern.finditer(text) if parse_special and self._pattern else ():
@@ -272,7 +275,7 @@ def _from_lists(definition: dict[str, Any], where: str) -> tokenizers.Tokenizer:
 
 def tokenizer_from_definition(definition: dict[str, Any], where: str = "tokenizer") -> Tokenizer:
     """Rebuilds a tokenizer from `Tokenizer.definition`; a malformed one is a `FormatError`."""
-    kinds = {
+    kinds: dict[Any, type[BytePairTokenizer] | type[SentencePieceTokenizer]] = {
         "tokenizer.json": BytePairTokenizer,
         "gguf.bpe": BytePairTokenizer,
         "sentencepiece": SentencePieceTokenizer,
@@ -283,10 +286,9 @@ def tokenizer_from_definition(definition: dict[str, Any], where: str = "tokenize
             f"{where}: tokenizer kind is {kind!r}, expected one of {', '.join(kinds)}"
         )
     try:
-        tokenizer: Tokenizer = kinds[kind](definition, where)
+        return kinds[kind](definition, where)
     except KeyError as error:
         raise FormatError(f"{where}: tokenizer definition lacks {error.args[0]!r}") from error
-    return tokenizer
 
 
 def tokenizer_from_gguf(metadata: dict[str, Any], where: str = "gguf") -> Tokenizer | None:
@@ -308,11 +310,12 @@ def tokenizer_from_gguf(metadata: dict[str, Any], where: str = "gguf") -> Tokeni
         raise FormatError(
             f"{where}: tokenizer.ggml.tokens has duplicates, expected distinct tokens"
         )
-    eos_keys = [f"tokenizer.ggml.{k}_token_id" for k in ("eos", "eot", "eom")]
+    eos = [_special(metadata, kind, where) for kind in ("eos", "eot", "eom")]
+    template = metadata.get("tokenizer.chat_template")
     definition: dict[str, Any] = {
-        "bos_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_ids": list(dict.fromkeys(metadata[k] for k in eos_keys if k in metadata)),
-        "chat_template": metadata.get("tokenizer.chat_template"),
+        "bos_id": _special(metadata, "bos", where),
+        "eos_ids": list(dict.fromkeys(i for i in eos if i is not None)),
+        "chat_template": template if isinstance(template, str) else None,
     }
     if model == "gpt2":
         definition |= {
@@ -358,6 +361,14 @@ def tokenizer_from_file(
     else:
         definition |= {"kind": "sentencepiece", "model": base64.b64encode(raw).decode()}
     return tokenizer_from_definition(definition, path.name)
+
+
+def _special(metadata: dict[str, Any], kind: str, where: str) -> int | None:
+    key = f"tokenizer.ggml.{kind}_token_id"
+    value = metadata.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise FormatError(f"{where}: {key} is {value!r}, expected an integer")
+    return value
 
 
 def _strings(metadata: dict[str, Any], key: str, where: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""Joins the tensors of a model file into `Params`, part by part, straight into the target dtype.
+"""Joins the tensors of a model file into `Params`, part by part, in the target dtype.
 
-Readers hand over one `TensorSource` per stored tensor; nothing but the leaf being filled and a chunk
-of rows is held besides the finished leaves, so a load never needs twice the model's memory.
+Readers hand over one `TensorSource` per stored tensor; nothing but the leaf being filled and a
+chunk of rows is held besides the finished leaves: a load never needs twice the model's memory.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def build_params(
     Raises:
       FormatError: a tensor is missing, unexpected, of the wrong shape or not finite.
     """
-    wanted = part_names(names, config)
-    missing = [name for name in wanted if name not in tensors]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise FormatError(f"{where}: tensor '{missing[0]}' is missing{more}")
+    wanted: dict[str, str] = {}
+    for name, part in part_names(names, config):
+        if name not in tensors:
+            raise FormatError(f"{where}: tensor '{name}' is missing")
+        wanted[name] = part
     for name, source in tensors.items():
         if name not in wanted:
             if ignored(name):
@@ -91,10 +91,11 @@ def build_params(
                 f"{where}: tensor '{name}' is not one a {config.family} model has"
                 f"{nearest(name, list(wanted))}"
             )
-        expected = part_shape(wanted[name][0], config)
+        expected = part_shape(wanted[name], config)
         if tuple(source.shape) != expected:
             raise FormatError(
-                f"{where}: tensor '{name}' has shape {list(source.shape)}, expected {list(expected)}"
+                f"{where}: tensor '{name}' has shape {list(source.shape)}, "
+                f"expected {list(expected)}"
             )
     reader = _Reader(
         config, tensors, names, dtype_of(dtype), where, interleaved, len(wanted), progress
@@ -131,7 +132,7 @@ class _Reader:
     def fill(
         self, part: str, layer: int | None, put: Callable[[int, int, Any], None], step: int
     ) -> None:
-        """Calls put(lo, hi, rows) over the part's rows, `step` rows or a multiple of it at a time."""
+        """Calls put(lo, hi, rows) over the part's rows, a multiple of `step` at a time."""
         name = self.names[part].format(i=layer)
         source = self.tensors[name]
         width = int(np.prod(source.shape[1:], dtype=np.int64))

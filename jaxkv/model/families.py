@@ -10,14 +10,14 @@ Host only: no jax.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from jaxkv.errors import FormatError
 from jaxkv.model.config import ModelConfig
 
-# Parts of a decoder as files store them, each [out, in]. `jaxkv.io.weights` joins them into Params leaves.
+# Parts of a decoder as files store them, each [out, in]; `jaxkv.io.weights` joins them into Params.
 LAYER_PARTS = ("attn_norm", "q", "k", "v", "out", "mlp_norm", "gate", "up", "down")
 MODEL_PARTS = ("embed", "final_norm", "unembed")
 
@@ -32,7 +32,7 @@ class Family:
     hf_defaults: Mapping[str, Any]  # what the family assumes for an absent key
     hf_only: Mapping[str, tuple[Any, ...]]  # key -> the only values whose maths this decoder has
     hf_tensors: Mapping[str, str]
-    hf_derived_tensors: tuple[str, ...]  # endings of buffers that are computed, not learned
+    hf_derived_tensors: tuple[str, ...]  # endings of computed buffers, not weights
     gguf_architecture: str
     gguf_only: Mapping[str, tuple[Any, ...]]  # key after "<architecture>." -> allowed values
     gguf_read: frozenset[str]  # keys after "<architecture>." that are read or are harmless
@@ -149,18 +149,17 @@ LLAMA = Family(
 FAMILIES: tuple[Family, ...] = (LLAMA,)
 
 
-def part_names(
-    tensors: Mapping[str, str], config: ModelConfig
-) -> dict[str, tuple[str, int | None]]:
-    """Maps each tensor name a file of `config` must hold to its (part, layer or None)."""
-    names: dict[str, tuple[str, int | None]] = {}
+def part_names(tensors: Mapping[str, str], config: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields (tensor name, part) of each tensor that a file of `config` must hold.
+
+    Lazily, because a corrupt file may claim any number of layers: stop at the first one missing.
+    """
     for part in MODEL_PARTS:
         if part != "unembed" or not config.tie_embeddings:
-            names[tensors[part]] = (part, None)
+            yield tensors[part], part
     for i in range(config.num_layers):
         for part in LAYER_PARTS:
-            names[tensors[part].format(i=i)] = (part, i)
-    return names
+            yield tensors[part].format(i=i), part
 
 
 def part_shape(part: str, config: ModelConfig) -> tuple[int, ...]:
@@ -185,10 +184,11 @@ def family_from_hf(data: Mapping[str, Any], where: str) -> Family:
     kind, names = data.get("model_type"), data.get("architectures")
     known = ", ".join(f"{f.hf_architecture} ({f.hf_model_type})" for f in FAMILIES)
     for family in FAMILIES:
-        if kind == family.hf_model_type and (not names or list(names) == [family.hf_architecture]):
+        if kind == family.hf_model_type and names in (None, [], [family.hf_architecture]):
             return family
-    found = f"architectures {list(names)}" if isinstance(names, list) else "no architectures"
-    raise FormatError(f"{where}: model_type is {kind!r} with {found}, expected one of {known}")
+    raise FormatError(
+        f"{where}: model_type is {kind!r} with architectures {names!r}, expected one of {known}"
+    )
 
 
 def family_from_gguf(metadata: Mapping[str, Any], where: str) -> Family:

@@ -1,10 +1,11 @@
 """Which tokens of a cached sequence survive in a requested one, and where they now stand.
 
-Greedy by length: the common prefix, the common suffix, then the longest run that both share, and so on
-in what is left, in any order (blocks may have moved). Runs are found by seeds: k-grams are hashed and
-sorted; those that occur once in both sequences pair up; for repeated text, the r-th occurrence pairs
-with the r-th, counted from either end, and the deltas with most pairs are tried. Tokens are compared
-in every case: a hash is only an index. Where little is left, all of it is compared with all.
+Greedy by length: the common prefix, the common suffix, then the longest run that both share, and so
+on in what is left, in any order (blocks may have moved). Runs are found by seeds: k-grams are
+hashed and sorted; those that occur once in both sequences pair up; for repeated text, the r-th
+occurrence pairs with the r-th, counted from either end, and the deltas with most pairs are tried.
+Tokens are compared in every case: a hash is only an index. Where little is left, all of it is
+compared with all.
 
 Every step is a few whole-array operations; loops run over rounds, of which there are few.
 """
@@ -19,10 +20,9 @@ import numpy.typing as npt
 
 from jaxkv.cache.pool import as_int32
 from jaxkv.errors import ConfigError, TokenError
+from jaxkv.reuse.seeds import Int64, Seeds, expand, sampled, windows
 from jaxkv.typing import Bool
 
-Int64: TypeAlias = npt.NDArray[np.int64]
-Uint64: TypeAlias = npt.NDArray[np.uint64]
 Runs: TypeAlias = tuple[Int64, Int64, Int64]  # starts in old, starts in new, lengths
 
 _LONG_SEED, _SHORT_SEED = 32, 8  # k of the k-grams, powers of two
@@ -32,7 +32,8 @@ _PAYING = 5  # a round pays if it takes more than 2**-5 of what is left
 _DELTAS = 8  # tried in a round on repeated text
 _SAMPLE, _SAMPLE_FROM = 8, 4096  # one k-gram in 8, chosen by its hash, where there are so many
 _CELLS = 1 << 15  # pairs of tokens compared when all is compared with all
-_TAKEN_OLD, _TAKEN_NEW = -(1 << 40), -(1 << 41)  # no token, and unequal: no run crosses a taken place
+# What stands where a token was taken: no token, and unequal, so that no run crosses such a place.
+_TAKEN_OLD, _TAKEN_NEW = -(1 << 40), -(1 << 41)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,9 +56,9 @@ def diff(
     """Finds surviving spans, sorted by `new`, disjoint in both sequences.
 
     The common prefix comes first, as Span(0, 0, n), whatever its length; it counts for neither
-    `min_span` nor `max_spans`. Of equally long runs, one with a neighbour's delta wins, then the one
-    that moved least. In long texts, survivors shorter than 8 tokens are looked for only where both
-    sequences have something left between the same two spans.
+    `min_span` nor `max_spans`. Of equally long runs, one with a neighbour's delta wins, then the
+    one that moved least. In long texts, survivors shorter than 8 tokens are looked for only where
+    both sequences have something left between the same two spans.
 
     Args:
       old: i32[n], the tokens whose KV is cached.
@@ -79,7 +80,9 @@ def diff(
         longest = np.lexsort((j, -n))[:max_spans]
         i, j, n = i[longest], j[longest], n[longest]
     order = np.argsort(j)
-    places = zip((i[order] + prefix).tolist(), (j[order] + prefix).tolist(), n[order].tolist())
+    places = zip(
+        (i[order] + prefix).tolist(), (j[order] + prefix).tolist(), n[order].tolist(), strict=True
+    )
     head = (Span(0, 0, prefix),) if prefix else ()
     return (*head, *(Span(*place) for place in places))
 
@@ -104,11 +107,8 @@ class _Search:
         self._seeded(_LONG_SEED)
         if self.min_span < _LONG_SEED:
             self._seeded(_SHORT_SEED)
-        if self.min_span < 2 * _SHORT_SEED:
-            self._compare_rest()
-        i, j, n = self._all_taken()
-        # A run may have been taken in parts.
-        i, j, n = _joined(i, j, n)
+        self._compare_rest(everywhere=self.min_span < 2 * _SHORT_SEED)
+        i, j, n = _joined(*self._all_taken())  # a run may have been taken in parts
         enough = n >= self.min_span
         return i[enough], j[enough], n[enough]
 
@@ -118,19 +118,21 @@ class _Search:
         return np.concatenate(i), np.concatenate(j), np.concatenate(n)
 
     def _take(self, i: Int64, j: Int64, n: Int64) -> None:
-        row, within = _cells(n)
+        row, within = expand(n)
         self.a[i[row] + within] = _TAKEN_OLD
         self.b[j[row] + within] = _TAKEN_NEW
         self.taken.append((i, j, n))
 
-    def _groups(self, k: int, sample: int = 1) -> _Groups:
-        old, new = _windows(self.a, _TAKEN_OLD, k), _windows(self.b, _TAKEN_NEW, k)
-        return _Groups(*_sampled(*old, sample), *_sampled(*new, sample))
+    def _groups(self, k: int, sample: int = 1) -> Seeds:
+        old, new = windows(self.a, _TAKEN_OLD, k), windows(self.b, _TAKEN_NEW, k)
+        return Seeds(*sampled(*old, sample), *sampled(*new, sample))
 
     def _seeded(self, k: int) -> None:
         """Takes runs around k-grams that agree, as long as it pays."""
         for _ in range(_ROUNDS):
-            left = min(np.count_nonzero(self.a != _TAKEN_OLD), np.count_nonzero(self.b != _TAKEN_NEW))
+            left = min(
+                np.count_nonzero(self.a != _TAKEN_OLD), np.count_nonzero(self.b != _TAKEN_NEW)
+            )
             if left < k:
                 return
             groups = self._groups(k)
@@ -138,20 +140,20 @@ class _Search:
             if self._take_unique(groups, k) <= enough and self._take_repeated(groups, k) <= enough:
                 return
 
-    def _take_unique(self, groups: _Groups, k: int) -> int:
+    def _take_unique(self, groups: Seeds, k: int) -> int:
         i, j = groups.unique()
         return self._choose(*self._grown(i, j, k), max(k, self.min_span)) if len(i) else 0
 
-    def _take_repeated(self, groups: _Groups, k: int) -> int:
+    def _take_repeated(self, groups: Seeds, k: int) -> int:
         i, j = groups.ranked()
         return self._choose(*self._along(j - i, k), max(k, self.min_span)) if len(i) else 0
 
     def _grown(self, i: Int64, j: Int64, k: int) -> Runs:
         """The maximal runs around k-grams that occur once in each sequence.
 
-        Linear, since such k-grams cannot contradict each other inside a common run: neighbours in new
-        of equal delta are compared with all that stands between them, and the ends then grow as far as
-        tokens agree, which is never across a k-gram of another delta.
+        Linear, since such k-grams cannot contradict each other inside a common run: neighbours in
+        new of equal delta are compared with all that stands between them, and the ends then grow as
+        far as tokens agree, which is never across a k-gram of another delta.
         """
         order = np.argsort(j)
         i, j = i[order], j[order]
@@ -159,7 +161,7 @@ class _Search:
         np.not_equal((j - i)[1:], (j - i)[:-1], out=first[1:])
         begins = np.flatnonzero(first)
         lasts = np.append(begins[1:], len(i)) - 1
-        row, within = _cells(j[lasts] + k - j[begins])
+        row, within = expand(j[lasts] + k - j[begins])
         at_a, at_b = i[begins][row] + within, j[begins][row] + within
         begin, n = _true_runs(self.a[at_a] == self.b[at_b], within == 0)
         i, j = at_a[begin], at_b[begin]
@@ -183,25 +185,27 @@ class _Search:
     def _choose(self, i: Int64, j: Int64, n: Int64, least: int) -> int:
         """Takes runs, longest first; what overlaps a taken one is cut to what is left of it.
 
-        In each pass every run that no better one overlaps is taken at once, which is what taking them
-        one by one would do. Returns how many tokens were taken.
+        In each pass every run that no better one overlaps is taken at once, which is what taking
+        them one by one would do. Returns how many tokens were taken.
         """
         owner_a, owner_b = np.empty(len(self.a), np.int64), np.empty(len(self.b), np.int64)
         i, j, n = i[n >= least], j[n >= least], n[n >= least]
         total = 0
-        for _ in range(_PASSES):
+        for step in range(_PASSES):
             if not len(i):
                 break
             order = np.lexsort((j, abs(j - i), ~self._near(j, j - i), -n))
             affordable = max(int(np.searchsorted(np.cumsum(n[order]), 4 * len(self.b))), 1)
             i, j, n = (x[order[:affordable]] for x in (i, j, n))
-            row, within = _cells(n)
+            row, within = expand(n)
             at_a, at_b = i[row] + within, j[row] + within
             owner_a[at_a[::-1]] = row[::-1]  # painted from worst to best: the best remains
             owner_b[at_b[::-1]] = row[::-1]
             best = (owner_a[at_a] == row) & (owner_b[at_b] == row)
             intact = np.ones(len(n), bool)
             intact[row[~best]] = False
+            if step == 0:  # the longest first: shorter ones look at their neighbours' deltas
+                intact &= 2 * n > n[0]
             self._take(i[intact], j[intact], n[intact])
             total += int(n[intact].sum())
             if intact.all():
@@ -221,16 +225,21 @@ class _Search:
         at = np.searchsorted(new[order], j)
         return (deltas[at] == delta) | (deltas[at + 1] == delta)
 
-    def _compare_rest(self) -> None:
-        """Finds runs of any length where little is left: everywhere at once, else gap by gap."""
+    def _compare_rest(self, everywhere: bool) -> None:
+        """Finds runs of any length where little is left: in all at once, else gap by gap.
+
+        Gaps are compared only if `everywhere`: seeds have found what is long.
+        """
         for _ in range(_ROUNDS):
             old, new = np.flatnonzero(self.a != _TAKEN_OLD), np.flatnonzero(self.b != _TAKEN_NEW)
             if not len(old) or not len(new):
                 return
             if len(old) * len(new) <= _CELLS:
                 i, j = np.repeat(old, len(new)), np.tile(new, len(old))
-            else:
+            elif everywhere:
                 i, j = self._gap_cells()
+            else:
+                return
             equal = self.a[i] == self.b[j]
             i, j = i[equal], j[equal]
             if not len(i):
@@ -239,7 +248,7 @@ class _Search:
                 return
 
     def _gap_cells(self) -> tuple[Int64, Int64]:
-        """Pairs of places to compare: each gap in new with the gaps in old beside its neighbours."""
+        """Places to compare: each gap in new with the gaps in old beside its neighbours."""
         old, new, n = self._all_taken()
         order = np.argsort(new)
         old, new, n = old[order], new[order], n[order]
@@ -259,55 +268,9 @@ class _Search:
         small = np.argsort(cells, kind="stable")
         small = small[np.cumsum(cells[small]) <= _CELLS]
         of_new, of_old, cells = of_new[small], of_old[small], cells[small]
-        row, within = _cells(cells)
+        row, within = expand(cells)
         width = size_new[of_new][row]
         return gap_old[of_old][row] + within // width, gap_new[of_new][row] + within % width
-
-
-class _Groups:
-    """k-grams of both sequences, equal hashes together, old before new, each in order of place."""
-
-    def __init__(self, at_a: Int64, hash_a: Uint64, at_b: Int64, hash_b: Uint64) -> None:
-        # One sort of one number: hash, then which sequence, then place.
-        bits = int(max(at_a.max(initial=0), at_b.max(initial=0))).bit_length()
-        shift, tag = np.uint64(bits + 1), np.uint64(1 << bits)
-        low = np.uint64((1 << bits) - 1)
-        keys = np.concatenate(
-            [
-                (hash_a >> shift << shift) | at_a.astype(np.uint64),
-                (hash_b >> shift << shift) | at_b.astype(np.uint64) | tag,
-            ]
-        )
-        keys.sort()
-        group = keys >> shift
-        first = np.ones(len(keys), bool)
-        np.not_equal(group[1:], group[:-1], out=first[1:])
-        self.place = (keys & low).astype(np.int64)
-        self.is_new = (keys & tag) != 0
-        self.first = first
-
-    def unique(self) -> tuple[Int64, Int64]:
-        """Places in old and new of k-grams that occur once in each."""
-        first, is_new = self.first, self.is_new
-        pair = first[:-1] & ~first[1:] & ~is_new[:-1] & is_new[1:]
-        pair[:-1] &= first[2:]
-        at = np.flatnonzero(pair)
-        return self.place[at], self.place[at + 1]
-
-    def ranked(self) -> tuple[Int64, Int64]:
-        """Places of the r-th occurrence in old and in new, counted from the start and the end."""
-        begins = np.flatnonzero(self.first)
-        if not len(begins):
-            return begins, begins
-        sizes = np.diff(np.append(begins, len(self.first)))
-        in_b = np.add.reduceat(self.is_new, begins, dtype=np.int64)
-        in_a = sizes - in_b
-        of, rank = _cells(np.minimum(in_a, in_b))
-        begin, middle, end = begins[of], (begins + in_a)[of], (begins + sizes)[of]
-        place = self.place
-        i = np.concatenate([place[begin + rank], place[middle - 1 - rank]])
-        j = np.concatenate([place[middle + rank], place[end - 1 - rank]])
-        return i, j
 
 
 def _common(a: Any, b: Any) -> int:
@@ -315,12 +278,6 @@ def _common(a: Any, b: Any) -> int:
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     return int(differs.argmax()) if differs.any() else n
-
-
-def _cells(counts: Int64) -> tuple[Int64, Int64]:
-    """Row and place in the row of each cell of rows with so many cells."""
-    row = np.repeat(np.arange(len(counts)), counts)
-    return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _true_runs(flags: Bool, breaks: Bool | None = None) -> tuple[Int64, Int64]:
@@ -339,8 +296,7 @@ def _true_runs(flags: Bool, breaks: Bool | None = None) -> tuple[Int64, Int64]:
 
 
 def _joined(i: Int64, j: Int64, n: Int64) -> Runs:
-    """Joins runs of one delta that touch or overlap; runs of equal delta are of equal length or
-    disjoint."""
+    """Joins runs of one delta that touch or overlap; none may lie inside another."""
     if not len(i):
         return i, j, n
     order = np.lexsort((j, j - i))
@@ -368,29 +324,3 @@ def _agreement(a: Int64, b: Int64, i: Int64, j: Int64, step: int) -> Int64:
         going = going[~stops]
         width = min(4 * width, 4096)
     return count
-
-
-def _windows(tokens: Int64, taken: int, k: int) -> tuple[Int64, Uint64]:
-    """Places at which k tokens follow that are not taken, and hashes of those k tokens."""
-    at = np.flatnonzero(tokens != taken)
-    if len(at) < k:
-        return np.zeros(0, np.int64), np.zeros(0, np.uint64)
-    h = tokens[at].astype(np.uint64) + np.uint64(1)
-    width, factor = 1, 0x9E3779B97F4A7C15
-    while width < k:
-        h = h[:-width] * np.uint64(factor) + h[width:]
-        width, factor = 2 * width, factor * factor % (1 << 64)
-    h = (h ^ (h >> np.uint64(31))) * np.uint64(0xD6E8FEB86659FD93)
-    places = at[: len(h)]
-    whole = at[k - 1 :] - places == k - 1
-    if whole.all():
-        return places, h
-    return places[whole], h[whole]
-
-
-def _sampled(at: Int64, h: Uint64, sample: int) -> tuple[Int64, Uint64]:
-    """One k-gram in `sample`, by its hash: equal k-grams are all kept or all left out."""
-    if sample == 1:
-        return at, h
-    kept = h < np.uint64((1 << 64) // sample)
-    return at[kept], h[kept]

@@ -1,8 +1,8 @@
 """What a turn computes and moves: Eq. 9 for prefixes, and a ledger by cause for everything else.
 
 FLOPs are counted as in "Context Language Models" (arXiv 2609.37725, Appendix C): a token costs
-C_token = 2 × body parameters, and C_attn = 4 × full-attention layers × query heads × head dim for each
-key that it attends.
+C_token = 2 × body parameters, and C_attn = 4 × full-attention layers × query heads × head dim for
+each key that it attends.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def prefix_reuse_flops(
 ) -> float:
     """FLOPs of a turn that reuses a prefix (arXiv 2609.37725, Eq. 9).
 
-    F = C_token·(U + G) + C_attn·[½(P² − R²) + G·P + ½G²], with U = P − R. Summing over tokens, each of
-    which attends itself too, gives ½·C_attn·(U + G) more: the equation takes i for i + ½ keys at
-    position i.
+    F = C_token·(U + G) + C_attn·[½(P² − R²) + G·P + ½G²], with U = P − R. The sum over tokens,
+    each of which attends itself too (i + 1 keys at position i), is ½·C_attn·(U + G) more: the
+    equation is its integral.
 
     Args:
       c_token: FLOPs a token.
@@ -53,7 +53,8 @@ def prefix_reuse_flops(
     """
     if not 0 <= reused <= prompt or generated < 0:
         raise ConfigError(
-            f"reused is {reused} and generated {generated}, expected 0 to the prompt's {prompt} and 0 or more"
+            f"reused is {reused} and generated {generated}, "
+            f"expected 0 to the prompt's {prompt} and 0 or more"
         )
     attended = (prompt**2 - reused**2) / 2 + generated * prompt + generated**2 / 2
     return c_token * (prompt - reused + generated) + c_attn * attended
@@ -123,7 +124,8 @@ def make_ledger(
       config: the model that computes.
       matched: prompt tokens whose KV stays where it is.
       relocated: prompt tokens whose KV is kept under a changed past, without those computed again.
-      causes: cause to (positions i32[n], keys attended i32[n], itself included) of the prompt tokens
+      causes: cause to (positions i32[n], keys attended i32[n], itself included) of the prompt
+      tokens
         that are computed; no position in two causes, and none twice.
       dropped: prompt tokens that get no KV.
       beyond_prompt: the same for work that is not on prompt tokens, such as generated ones.
@@ -132,7 +134,8 @@ def make_ledger(
     Returns:
       The ledger of a prompt of matched + relocated + dropped + computed tokens.
     Raises:
-      ConfigError: arrays of different lengths, a repeated position, no attended key, a negative count.
+      ConfigError: arrays of different lengths, a repeated position, no attended key, a negative
+      count.
     """
     per_token, per_key = token_flops(config), attention_flops(config)
     counts: dict[str, int] = {}
@@ -148,7 +151,8 @@ def make_ledger(
         attended = np.asarray(keys, np.int64).reshape(-1)
         if at.shape != attended.shape:
             raise ConfigError(
-                f"cause '{cause}' has {at.size} positions and {attended.size} key counts, expected as many"
+                f"cause '{cause}' has {at.size} positions and {attended.size} key counts, "
+                "expected as many"
             )
         if attended.size and attended.min() < 1:
             raise ConfigError(f"cause '{cause}' attends {attended.min()} keys, expected 1 or more")

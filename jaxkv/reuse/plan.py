@@ -43,6 +43,7 @@ class ReusePlan:
     relocated: int = 0
     dropped: int = 0
     spans: tuple[Span, ...] = ()  # kept behind the prefix
+    write: bool = True  # False when the only computed position is matched: its KV is there
     rotate: bool = True
     form: Form = "view"
 
@@ -151,6 +152,7 @@ def plan(policy: Policy, sequence: Sequence, new_tokens: Int32, *, grid: int = 1
         matched=counted_matched,
         relocated=int(relocated.sum()),
         dropped=int((owner == -3).sum()),
+        write=not last_matched,
         rotate=selection.rotate and (sequence.rotate or policy.exact),
         form=selection.form,
     )
