@@ -115,8 +115,9 @@ def ends(segments: Int32) -> Int32:
 
 def clip(segments: Int32, start: int, end: int) -> Int32:
     """The parts of `segments` (sorted by position) that stand in start..end-1. A new array."""
-    a = int(np.searchsorted(ends(segments), start, side="right"))
-    b = int(np.searchsorted(starts(segments), end, side="left"))
+    # int32 bounds: with Python integers NumPy would convert the whole array first.
+    a = int(np.searchsorted(ends(segments), np.int32(start), side="right"))
+    b = int(np.searchsorted(starts(segments), np.int32(end), side="left"))
     out = segments[a:b].copy()
     if len(out):
         out[:, LO] = np.maximum(out[:, LO], start - out[:, FIRST])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import time
@@ -28,6 +29,12 @@ def fsync_tree(directory: str | Path) -> None:
         for name in files:
             fsync(os.path.join(root, name))
         fsync(root)
+
+
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file, hex."""
+    with path.open("rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()
 
 
 def bytes_under(directory: str | Path) -> int:

@@ -25,7 +25,7 @@ from types import MappingProxyType
 import platformdirs
 
 from jaxkv.errors import FetchError
-from jaxkv.io.disk import bytes_under, remove_stale
+from jaxkv.io.disk import bytes_under, remove_stale, sha256
 from jaxkv.io.weights import Progress
 
 _BLOCK = 1 << 20
@@ -132,7 +132,7 @@ def _installed(model: NamedModel) -> Path | None:
     spec = importlib.util.find_spec(package)
     for location in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(location) / model.gguf
-        if path.is_file() and _sha256(path) == model.gguf_sha256:
+        if path.is_file() and sha256(path) == model.gguf_sha256:
             return path
     return None
 
@@ -228,12 +228,7 @@ def _extract(wheel: Path, model: NamedModel, target: Path) -> None:
         )
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()
-
-
 def _check(path: Path, expected: str, remedy: str) -> None:
-    found = _sha256(path)
+    found = sha256(path)
     if found != expected:
         raise FetchError(f"{path} has SHA-256 {found}, expected {expected}: {remedy}")

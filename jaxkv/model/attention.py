@@ -9,39 +9,64 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxkv.cache.pages import KVPages, read_pages
 from jaxkv.cache.table import PageTable
 from jaxkv.typing import Array
 
-# Scores are masked with a number, not -inf: exp(-inf - -inf) would be NaN in a fully masked row.
+# Masked scores get a large number added, not -inf: exp(-inf - -inf) would be NaN in a fully masked row.
+# The running maximum starts above a masked score, so that exp(masked - peak) is exactly 0.
 MASKED = -1e30
+PEAK = -1e20
+NOWHERE = 2**30  # position of a slot that nobody may read
 
 
-def last_positions(positions: Array, lengths: Array) -> Array:
-    """Returns i32[B], the greatest position of each row's valid queries; -1 for a padding row."""
+@struct.dataclass(kw_only=True)
+class Visibility:
+    """Where every slot of a table stands, once per step for all layers.
+
+    Kept out of the attention loop on purpose: computed inside, XLA on CPU fuses it into the loop over
+    scores and repeats it for every head (2 to 3 times slower prefill at context 2,048).
+    """
+
+    key_positions: Array  # i32[M/block, B, block·P]; NOWHERE for slots not owned or not written yet
+    num_blocks: Array  # i32[], leading blocks that hold anything readable
+
+
+def visibility(table: PageTable, positions: Array, lengths: Array, page_size: int) -> Visibility:
+    """Places the slots of a table.
+
+    A slot behind a row's last query may not be written yet, and no query sees it.
+
+    Args:
+      table: segments of the B sequences.
+      positions: i32[B, T] of the queries.
+      lengths: i32[B], valid queries of each row.
+      page_size: P.
+    """
+    batch, blocks = table.delta_index.shape
     valid = jnp.arange(positions.shape[1]) < lengths[:, None]
-    return jnp.max(jnp.where(valid, positions, -1), axis=1)
-
-
-def visible_blocks(table: PageTable, last: Array) -> Array:
-    """Returns i32[], how many leading blocks hold a key at or before `last` i32[B] of its row."""
-    batch, entries = table.page.shape
-    block = entries // table.delta_index.shape[1]
-    seen = (table.hi > table.lo) & (table.first + table.lo <= last[:, None])
-    blocks = seen.reshape(batch, entries // block, block).any(axis=(0, 2))
-    return jnp.max(jnp.where(blocks, jnp.arange(entries // block) + 1, 0))
+    last = jnp.max(jnp.where(valid, positions, -1), axis=1)[:, None, None]
+    slot = jnp.arange(page_size, dtype=jnp.int32)
+    where = table.first[..., None] + slot
+    readable = (slot >= table.lo[..., None]) & (slot < table.hi[..., None]) & (where <= last)
+    where = jnp.where(readable, where, NOWHERE).reshape(batch, blocks, -1).transpose(1, 0, 2)
+    used = jnp.any(where < NOWHERE, axis=(1, 2))
+    return Visibility(
+        key_positions=where,
+        num_blocks=jnp.max(jnp.where(used, jnp.arange(blocks, dtype=jnp.int32) + 1, 0)),
+    )
 
 
 def paged_attention(
     q: Array,
     pages: KVPages,
     table: PageTable,
+    seen: Visibility,
     positions: Array,
     *,
     layer: int,
-    last: Array,
-    num_blocks: Array,
 ) -> Array:
     """Causal attention of queries over the segments of their sequences.
 
@@ -49,10 +74,9 @@ def paged_attention(
       q: f32[B, R, T, K, G, H], scaled, rotated at `positions - deltas[:, r]`.
       pages: the pages of the layer's group; keys stand rotated at their birth.
       table: segments of the B sequences.
+      seen: `visibility` of the table.
       positions: i32[B, T] of the queries.
       layer: index of the layer within its group.
-      last: i32[B], from `last_positions`: slots that stand behind it may not be written yet.
-      num_blocks: i32[], leading blocks to fold, from `visible_blocks`.
 
     Returns:
       f32[B, T, K, G, H]. A query that sees no key (a padding row) gets zeros.
@@ -61,10 +85,8 @@ def paged_attention(
     page_size = pages.page_size
     block = table.page.shape[1] // table.delta_index.shape[1]
     keys_per_block = block * page_size
-    # [B, R, K, T·G, H]: one matrix of queries per KV head.
-    q = q.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, kv_heads, length * group, head_dim)
-    query_position = jnp.repeat(positions, group, axis=1)
-    slot = jnp.arange(page_size, dtype=jnp.int32)
+    # [B, R, K, G·T, H]: one matrix of queries per KV head.
+    q = q.transpose(0, 1, 3, 4, 2, 5).reshape(batch, -1, kv_heads, group * length, head_dim)
     # Few queries: a row K|V is read once, whole, by a query padded with zeros, and the value columns
     # are cut from the small result. Many queries: splitting the rows is cheaper than twice the FLOPs.
     whole_rows = length * group < 32
@@ -73,16 +95,11 @@ def paged_attention(
 
     def fold(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, acc = carry
-
-        def entries(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=1)
-
-        lo, hi, first = entries(table.lo), entries(table.hi), entries(table.first)
-        key_position = first[..., None] + slot
-        readable = (slot >= lo[..., None]) & (slot < hi[..., None])
-        readable = readable & (key_position <= last[:, None, None])
-        rows = read_pages(pages, layer, entries(table.page)).astype(jnp.float32)
+        where = jax.lax.dynamic_index_in_dim(seen.key_positions, i, keepdims=False)
+        entries = jax.lax.dynamic_slice_in_dim(table.page, i * block, block, axis=1)
+        rows = read_pages(pages, layer, entries).astype(jnp.float32)
         # Slots of others and slots not written yet may hold anything, NaN included: 0 · NaN is NaN.
+        readable = (where < NOWHERE).reshape(batch, block, page_size)
         rows = jnp.where(readable[:, :, None, :, None], rows, 0.0)
         rows = rows.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, keys_per_block, -1)
         row = jax.lax.dynamic_slice_in_dim(table.delta_index, i, 1, axis=1)
@@ -90,28 +107,27 @@ def paged_attention(
         keys = rows if whole_rows else rows[..., :head_dim]
         values = rows if whole_rows else rows[..., head_dim:]
 
-        key_position = key_position.reshape(batch, 1, keys_per_block)
-        mask = readable.reshape(batch, 1, keys_per_block)
-        mask = mask & (key_position <= query_position[:, :, None])
+        bias = jnp.where(where[:, None] <= positions[:, :, None], 0.0, MASKED)
         scores = jnp.einsum("bkqh,bksh->bkqs", query, keys)
-        scores = jnp.where(mask[:, None], scores, MASKED)
+        scores = scores.reshape(batch, kv_heads, group, length, -1) + bias[:, None, None]
+        scores = scores.reshape(batch, kv_heads, group * length, -1)
         new_peak = jnp.maximum(peak, scores.max(-1))
-        weights = jnp.where(mask[:, None], jnp.exp(scores - new_peak[..., None]), 0.0)
+        weights = jnp.exp(scores - new_peak[..., None])
         keep = jnp.exp(peak - new_peak)
         total = total * keep + weights.sum(-1)
         acc = acc * keep[..., None] + jnp.einsum("bkqs,bksh->bkqh", weights, values)
         return new_peak, total, acc
 
     width = 2 * head_dim if whole_rows else head_dim
-    shape = (batch, kv_heads, length * group)
+    shape = (batch, kv_heads, group * length)
     start = (
-        jnp.full(shape, MASKED, jnp.float32),
+        jnp.full(shape, PEAK, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, width), jnp.float32),
     )
-    _, total, acc = jax.lax.fori_loop(0, num_blocks, fold, start)
+    _, total, acc = jax.lax.fori_loop(0, seen.num_blocks, fold, start)
     out = acc[..., -head_dim:] / jnp.where(total > 0, total, 1.0)[..., None]
-    return out.reshape(batch, kv_heads, length, group, head_dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(batch, kv_heads, group, length, head_dim).transpose(0, 3, 1, 2, 4)
 
 
 def dense_attention(q: Array, k: Array, v: Array) -> Array:

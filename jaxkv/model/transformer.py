@@ -10,12 +10,7 @@ from flax import struct
 
 from jaxkv.cache.pages import KVPages, write_slots
 from jaxkv.cache.table import StepInput
-from jaxkv.model.attention import (
-    dense_attention,
-    last_positions,
-    paged_attention,
-    visible_blocks,
-)
+from jaxkv.model.attention import dense_attention, paged_attention, visibility
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.layers import embed, gated_mlp, project, rms_norm, unembed
 from jaxkv.model.params import LayerParams, Params
@@ -76,9 +71,8 @@ def forward_step(
     cos, sin = rope_angles(positions, rope, config.max_positions)
     key_angles = cos[:, :, None], sin[:, :, None]
     pages_out = list(pages)
-    last = last_positions(positions, step.lengths)
-    query_angles, blocks = [], []
-    for inputs in step.groups:
+    query_angles, seen = [], []
+    for g, inputs in enumerate(step.groups):
         # A key born at b that stands at b + delta: (R(i) q)·(R(b+delta) k) = (R(i-delta) q)·(R(b) k).
         if inputs.table.deltas.shape[1] == 1:
             angles = cos[:, None], sin[:, None]
@@ -87,7 +81,7 @@ def forward_step(
             shifted = positions[:, None, :] - inputs.table.deltas[:, :, None]
             angles = rope_angles(shifted, rope, 2 * config.max_positions)
         query_angles.append(tuple(a[..., None, None, :] for a in angles))
-        blocks.append(visible_blocks(inputs.table, last))
+        seen.append(visibility(inputs.table, positions, step.lengths, pages[g].page_size))
     where = {
         layer: (g, index)
         for g, group in enumerate(config.groups)
@@ -105,13 +99,7 @@ def forward_step(
             pages_out[g] = write_slots(pages_out[g], index, inputs.slots, k, v)
             q = rotate(q[:, None] * scale, *query_angles[g], magnitude=rope.magnitude)
             attended = paged_attention(
-                q,
-                pages_out[g],
-                inputs.table,
-                positions,
-                layer=index,
-                last=last,
-                num_blocks=blocks[g],
+                q, pages_out[g], inputs.table, seen[g], positions, layer=index
             )
             if capture:
                 captured.append(attended.reshape(*positions.shape, -1))

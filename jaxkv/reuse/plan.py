@@ -53,13 +53,13 @@ class ReusePlan:
         return tuple(s.new for s in self.spans)
 
 
-def make_edit(sequence: Sequence, new_tokens: Int32, *, exact: bool) -> Edit:
-    """Finds what survives. With `exact`, the prefix ends where the cached KV stops being exact."""
-    found = diff(sequence.tokens, new_tokens)
+def make_edit(sequence: Sequence, new_tokens: Int32, policy: Policy) -> Edit:
+    """Finds what survives. An exact policy's prefix ends where the cached KV stops being exact."""
+    found = diff(sequence.tokens, new_tokens, min_span=policy.min_span)
     prefix = 0
     if found and found[0].old == 0 and found[0].new == 0:
         prefix, found = found[0].length, found[1:]
-    if exact:
+    if policy.exact:
         prefix = min(prefix, sequence.exact_length)
     return Edit(
         old_length=len(sequence.tokens),
@@ -86,7 +86,7 @@ def plan(policy: Policy, sequence: Sequence, new_tokens: Int32, *, grid: int = 1
       grid: exact reuse ends on multiples of this (chunk granularity).
     """
     length = len(new_tokens)
-    edit = make_edit(sequence, new_tokens, exact=policy.exact)
+    edit = make_edit(sequence, new_tokens, policy)
     if policy.exact and grid > 1:
         prefix = min(edit.prefix, sequence.grid_length, length - 1) // grid * grid
         edit = dataclasses.replace(edit, prefix=prefix)

@@ -20,6 +20,7 @@ from jaxkv.reuse.diff import Span
 from jaxkv.typing import Int32
 
 Form = Literal["view", "copy"]
+MIN_SPAN = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,11 @@ class Policy(Protocol):
         """Whether only exact KV may be kept."""
         ...
 
+    @property
+    def min_span(self) -> int:
+        """Shortest run of tokens that counts as surviving: shorter ones are coincidence."""
+        ...
+
     def select(self, edit: Edit) -> Selection:
         """Returns what to keep and what to recompute."""
         ...
@@ -79,6 +85,8 @@ def _require(what: str, value: int, least: int) -> None:
 class Exact:
     """Reuse the common prefix, recompute the rest: what exact engines do (vLLM, SGLang)."""
 
+    min_span = MIN_SPAN
+
     @property
     def exact(self) -> bool:
         return True
@@ -93,6 +101,8 @@ class Exact:
 @dataclasses.dataclass(frozen=True)
 class Drop:
     """Keep the prefix, compute new tokens, leave survivors out: how much does the suffix matter?"""
+
+    min_span = MIN_SPAN
 
     @property
     def exact(self) -> bool:
@@ -116,7 +126,7 @@ class SCR:
 
     form: Form = "view"
     max_spans: int = 6
-    min_span: int = 64
+    min_span: int = MIN_SPAN
     tail: int = 16
     repairs: tuple[FirstK | Sinks, ...] = ()
     rotate: bool = True
@@ -172,6 +182,8 @@ def NoRotation() -> SCR:  # noqa: N802 - named like the policies beside it
 class _AsPolicy:
     """Lets a repair be used on its own: it then means `SCR() | repair`."""
 
+    min_span = MIN_SPAN
+
     @property
     def exact(self) -> bool:
         return False
@@ -220,6 +232,8 @@ class Sinks(_AsPolicy):
 @dataclasses.dataclass(frozen=True)
 class Forget:
     """Nothing that attended deleted text survives: exact from the first deleted token on."""
+
+    min_span = MIN_SPAN
 
     @property
     def exact(self) -> bool:
