@@ -11,10 +11,10 @@ Beneath `Engine` the pure functions work without it: `prefill`, `decode`, `decod
 """
 
 from jaxkv.cache.contract import CacheContract
-from jaxkv.cache.pages import KVPages, make_pages
 from jaxkv.cache.match import Cause, Match, MatchEnd
-from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.pages import KVPages, make_pages
 from jaxkv.cache.pool import PagePool
+from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.sequence import Origin, Run, Sequence
 from jaxkv.cache.table import GroupInput, PageTable, StepInput, build_table
 from jaxkv.divergence import Divergence, divergence, layer_divergence

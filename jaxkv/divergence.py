@@ -140,9 +140,7 @@ def divergence(exact: Array, approx: Array, targets: Array | None = None) -> Div
     """
     p_logits, q_logits = _logits("exact", exact), _logits("approx", approx)
     if p_logits.shape != q_logits.shape:
-        raise ConfigError(
-            f"approx has shape {q_logits.shape}, expected that of exact, {p_logits.shape}"
-        )
+        raise ConfigError(f"approx has shape {q_logits.shape}, expected that of exact, {p_logits.shape}")
     count, vocab = p_logits.shape
     ids = None if targets is None else _targets(targets, count, vocab)
 
@@ -216,9 +214,7 @@ def layer_divergence(
     if a.shape != b.shape:
         raise ConfigError(f"approx has shape {b.shape}, expected that of exact, {a.shape}")
     if a.ndim < 2 or not a.size:
-        raise ConfigError(
-            f"exact has shape {a.shape}, expected [L, n, ...] with at least one value"
-        )
+        raise ConfigError(f"exact has shape {a.shape}, expected [L, n, ...] with at least one value")
     layers, count = a.shape[:2]
     error, norm = np.empty((layers, count), np.float64), np.empty((layers, count), np.float64)
     for layer in range(layers):  # one layer at a time: float64 copies stay small
@@ -297,9 +293,7 @@ def _floating(name: str, value: Array) -> Any:
 def _logits(name: str, value: Array) -> Any:
     array = _floating(name, value)
     if array.ndim != 2 or not array.size:
-        raise ConfigError(
-            f"{name} has shape {array.shape}, expected [T, V] with at least one value"
-        )
+        raise ConfigError(f"{name} has shape {array.shape}, expected [T, V] with at least one value")
     return array
 
 

@@ -75,13 +75,9 @@ class Engine:
         if page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size is {page_size}, expected one of {PAGE_SIZES}")
         if chunk_size <= 0 or chunk_size % page_size:
-            raise ConfigError(
-                f"chunk_size is {chunk_size}, expected a multiple of page_size {page_size}"
-            )
+            raise ConfigError(f"chunk_size is {chunk_size}, expected a multiple of page_size {page_size}")
         if reuse_granularity not in ("token", "chunk"):
-            raise ConfigError(
-                f"reuse_granularity is '{reuse_granularity}', expected 'token' or 'chunk'"
-            )
+            raise ConfigError(f"reuse_granularity is '{reuse_granularity}', expected 'token' or 'chunk'")
         if max_deltas < 2:
             raise ConfigError(f"max_deltas is {max_deltas}, expected at least 2")
         self.model = model
@@ -132,9 +128,7 @@ class Engine:
         segments, matched, end = EMPTY_SEGMENTS, 0, MatchEnd(Cause.DISABLED, 0)
         if reuse:
             limit = length if self._grid == 1 else length - 1
-            match = self._memory.index.match(
-                contract.digest(), tokens, limit=limit, granularity=self._grid
-            )
+            match = self._memory.index.match(contract.digest(), tokens, limit=limit, granularity=self._grid)
             segments, matched, end = match.segments, match.length, match.end
         forward = np.arange(min(matched, length - 1), length, dtype=np.int32)
         work = ReusePlan(
@@ -199,9 +193,7 @@ class Engine:
             rotate=sequence.rotate,
         )
         where = MatchEnd(Cause.COMPLETE, start)
-        return self._apply(
-            work, sequence.contract, where, started, grid_length=sequence.grid_length
-        )
+        return self._apply(work, sequence.contract, where, started, grid_length=sequence.grid_length)
 
     def generate(
         self,
@@ -265,9 +257,7 @@ class Engine:
                 samplings=samplings,
                 max_deltas=self.max_deltas,
             )
-            return [
-                self._finish(*each) for each in zip(sequences, placements, decoded, strict=True)
-            ]
+            return [self._finish(*each) for each in zip(sequences, placements, decoded, strict=True)]
         finally:
             for placement in placements:
                 self._memory.release(placement.fresh)
@@ -412,9 +402,7 @@ class Engine:
         if publish:
             self._publish(sequence)
         self._shapes |= done.shapes
-        self._counters.update(
-            matched=work.matched, relocated=work.relocated, forwarded=len(work.forward)
-        )
+        self._counters.update(matched=work.matched, relocated=work.relocated, forwarded=len(work.forward))
         timings = {
             "plan": planned - started,
             "relocate": relocated - planned,

@@ -87,9 +87,7 @@ def compute(
     outputs: list[tuple[StepOutput, int]] = []
     shapes: set[tuple[Any, ...]] = set()
     try:
-        table = make_table(
-            memory.pool, [(extended(attended, placement), rotate)], max_deltas
-        )
+        table = make_table(memory.pool, [(extended(attended, placement), rotate)], max_deltas)
         done = 0
         for count, shape in step_sizes(len(positions), chunk_size):
             part = slice(done, done + count)
@@ -157,5 +155,5 @@ def materialize(memory: Memory, segments: Int32) -> Materialized:
 def must_materialize(memory: Memory, segments: Int32, *, form: str, max_deltas: int) -> bool:
     """Whether moved keys are to be copied: asked for, or more deltas than a table holds."""
     distinct = np.unique(delta_of(memory.pool, segments, rotate=True))
-    moved = np.count_nonzero(distinct)
+    moved = int(np.count_nonzero(distinct))
     return moved > 0 and (form == "copy" or moved >= max_deltas)

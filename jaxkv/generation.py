@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import jax.numpy as jnp
+import numpy as np
 
+from jaxkv.cache.sequence import Sequence
 from jaxkv.cache.table import bucket
 from jaxkv.errors import ConfigError
 from jaxkv.execute import extended
@@ -14,7 +15,6 @@ from jaxkv.memory import Memory
 from jaxkv.model.params import Params
 from jaxkv.model.sampling import SamplingInput
 from jaxkv.schedule import Placement, make_table
-from jaxkv.cache.sequence import Sequence
 from jaxkv.steps import DecodeInput, decode_many
 from jaxkv.typing import Array, Int32
 
@@ -66,9 +66,7 @@ def decode_batch(
     idle = size - batch
     steps = min(bucket(max_tokens), LOOP_STEPS)
     drop = memory.pool.num_pages * memory.pool.page_size
-    rows = [
-        (extended(s.table_segments, p), s.rotate) for s, p in zip(sequences, placements, strict=True)
-    ]
+    rows = [(extended(s.table_segments, p), s.rotate) for s, p in zip(sequences, placements, strict=True)]
     nothing = (rows[0][0][:0], True)
     table = make_table(memory.pool, rows + [nothing] * idle, max_deltas)
     rounds = -(-max_tokens // steps)

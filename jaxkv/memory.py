@@ -75,15 +75,11 @@ class Memory:
                 ) from error
             raise
 
-    def place(
-        self, base: Int32, positions: Int32, claimed: set[int] | None = None
-    ) -> Placement:
+    def place(self, base: Int32, positions: Int32, claimed: set[int] | None = None) -> Placement:
         """Slots for `positions`, after evicting as many cached pages as they need."""
         self.collect()
         try:
-            return place(
-                self.pool, base, positions, claimed=claimed, make_room=self._make_room
-            )
+            return place(self.pool, base, positions, claimed=claimed, make_room=self._make_room)
         except CapacityError as error:
             raise CapacityError(f"{len(positions)} tokens do not fit: {error}") from None
 

@@ -79,10 +79,7 @@ def report(
     """What executing `work` reused and cost. `moved` counts tokens whose KV was copied."""
     positions, _ = slots_of(sequence.table_segments, page_size)
     # A computed token attends every key that stands at or before its own position.
-    causes = {
-        cause: (at, np.searchsorted(positions, at, side="right"))
-        for cause, at in work.causes.items()
-    }
+    causes = {cause: (at, np.searchsorted(positions, at, side="right")) for cause, at in work.causes.items()}
     return Reuse(
         kind="exact" if sequence.exact else "approximate",
         policy=work.policy,

@@ -34,9 +34,7 @@ def check_tokens(tokens: Any, vocab_size: int, what: str = "tokens") -> Int32:
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= vocab_size:
         bad = int(np.argmax((array < 0) | (array >= vocab_size)))
-        raise TokenError(
-            f"{what}[{bad}] is {int(array[bad])}, expected a token id in 0..{vocab_size - 1}"
-        )
+        raise TokenError(f"{what}[{bad}] is {int(array[bad])}, expected a token id in 0..{vocab_size - 1}")
     return frozen(np.array(array, np.int32))
 
 
@@ -68,7 +66,6 @@ class Placement:
     slots: Int32  # i32[f]
     segments: Int32  # i32[w, 4]
     fresh: Int32  # page ids allocated, each with one reference held by whoever placed
-
 
     @classmethod
     def of(cls, segments: Int32, slots: Int32 = EMPTY, fresh: Int32 = EMPTY) -> Placement:
@@ -128,7 +125,7 @@ def place(
         end = int(positions[b - 1]) + 1
         if tail:
             rows.append(np.array([tail], np.int32))
-            slots.append(tail[0] * size + np.arange(tail[1], tail[2], dtype=np.int32))
+            slots.append(np.arange(tail[1], tail[2], dtype=np.int32) + np.int32(tail[0] * size))
             if claimed is not None:
                 claimed.add(tail[0])
         pages = fresh[taken : taken + len(new)]
@@ -139,9 +136,7 @@ def place(
             every = pages[:, None] * size + np.arange(size, dtype=np.int32)
             slots.append(every.reshape(-1)[: end - int(new[0])])
     segments = np.concatenate(rows).astype(np.int32)
-    return Placement(
-        slots=np.concatenate(slots).astype(np.int32), segments=segments, fresh=fresh
-    )
+    return Placement(slots=np.concatenate(slots).astype(np.int32), segments=segments, fresh=fresh)
 
 
 def _open_tail(

@@ -69,9 +69,7 @@ def _check_live(pages: Pages) -> None:
             )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "logits", "capture"), donate_argnames=("pages",)
-)
+@functools.partial(jax.jit, static_argnames=("config", "logits", "capture"), donate_argnames=("pages",))
 def _step(
     params: Params, pages: Pages, step: StepInput, *, config: ModelConfig, logits: str, capture: bool
 ) -> StepOutput:
@@ -97,9 +95,7 @@ def run_step(
     return out
 
 
-def prefill(
-    params: Params, pages: Pages, step: StepInput, *, config: ModelConfig
-) -> tuple[Pages, Array]:
+def prefill(params: Params, pages: Pages, step: StepInput, *, config: ModelConfig) -> tuple[Pages, Array]:
     """Computes T tokens a sequence at any positions: prompt chunk, appended text, or repair.
 
     Returns the new pages and logits f32[B, V] of each row's last valid token.
@@ -108,17 +104,13 @@ def prefill(
     return out.pages, out.logits
 
 
-def decode(
-    params: Params, pages: Pages, step: StepInput, *, config: ModelConfig
-) -> tuple[Pages, Array]:
+def decode(params: Params, pages: Pages, step: StepInput, *, config: ModelConfig) -> tuple[Pages, Array]:
     """Computes one token a sequence (T = 1). Returns the new pages and logits f32[B, V]."""
     return prefill(params, pages, step, config=config)
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pages",))
-def _decode_many(
-    params: Params, pages: Pages, inputs: DecodeInput, *, config: ModelConfig
-) -> DecodeOutput:
+def _decode_many(params: Params, pages: Pages, inputs: DecodeInput, *, config: ModelConfig) -> DecodeOutput:
     batch, steps = inputs.slots[0].shape
     drop = tuple(group.num_slots for group in pages)
 
@@ -135,9 +127,7 @@ def _decode_many(
         active = active & ~stops
         groups = tuple(
             GroupInput(
-                slots=jnp.where(
-                    active[:, None], jax.lax.dynamic_slice_in_dim(slots, i, 1, axis=1), unused
-                ),
+                slots=jnp.where(active[:, None], jax.lax.dynamic_slice_in_dim(slots, i, 1, axis=1), unused),
                 table=table,
             )
             for slots, table, unused in zip(inputs.slots, inputs.tables, drop, strict=True)
@@ -166,9 +156,7 @@ def _decode_many(
     return DecodeOutput(pages=pages, tokens=tokens, counts=counts, stopped=stopped, logits=logits)
 
 
-def decode_many(
-    params: Params, pages: Pages, inputs: DecodeInput, *, config: ModelConfig
-) -> DecodeOutput:
+def decode_many(params: Params, pages: Pages, inputs: DecodeInput, *, config: ModelConfig) -> DecodeOutput:
     """Generates up to `steps` tokens a row in one compiled loop, sampling inside. Donates `pages`.
 
     Each iteration draws a token from the logits at hand, stops the row if it is a stop token, else
@@ -207,13 +195,12 @@ def _relocate(pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig) ->
             return _set_rows(kv, row, target_slot, keys, rows[..., head_dim:], group)
 
         layers = total // group.num_pages
-        out.append(group.replace(kv=jax.lax.fori_loop(0, layers, copy_layer, group.kv)))
+        kv = jax.lax.fori_loop(0, layers, copy_layer, group.kv)
+        out.append(group.replace(kv=kv))  # type: ignore[attr-defined]
     return tuple(out)
 
 
-def _set_rows(
-    kv: Array, row: Array, slot: Array, keys: Array, values: Array, group: KVPages
-) -> Array:
+def _set_rows(kv: Array, row: Array, slot: Array, keys: Array, values: Array, group: KVPages) -> Array:
     rows = jnp.concatenate([keys, values], -1).astype(group.dtype)
     if rows.dtype != kv.dtype:
         rows = jax.lax.bitcast_convert_type(rows, kv.dtype)

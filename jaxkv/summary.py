@@ -148,9 +148,7 @@ def bin_index(distances: Array, bins: Sequence[int], count: int) -> Int32:
     if steps.dtype.kind not in "iu":
         raise ConfigError(f"distances has dtype {steps.dtype}, expected integers")
     if steps.size and steps.min() < edges[0]:
-        raise ConfigError(
-            f"distances holds {int(steps.min())}, expected at least bins[0], {int(edges[0])}"
-        )
+        raise ConfigError(f"distances holds {int(steps.min())}, expected at least bins[0], {int(edges[0])}")
     return (np.searchsorted(edges, steps, side="right") - 1).astype(np.int32)
 
 

@@ -104,7 +104,7 @@ def write_slots(pages: KVPages, layer: int, slots: Array, keys: Array, values: A
     row = jnp.where(page < pages.num_pages, page + layer * pages.num_pages, pages.kv.shape[0])
     rows = jnp.concatenate([keys, values], -1).reshape(-1, kv_heads, 2 * head_dim)
     kv = pages.kv.at[row, :, offset].set(_encode(rows, pages), mode="drop")
-    return pages.replace(kv=kv)  # type: ignore[attr-defined, no-any-return]
+    return pages.replace(kv=kv)  # type: ignore[attr-defined]
 
 
 def read_pages(pages: KVPages, layer: int, page: Array) -> Array:
@@ -123,4 +123,4 @@ def poison_pages(pages: KVPages, page: Array) -> KVPages:
     rows = (jnp.arange(layers)[:, None] * pages.num_pages + page).reshape(-1)
     shape = (rows.shape[0], *pages.kv.shape[1:])
     kv = pages.kv.at[rows].set(_encode(jnp.full(shape, jnp.nan, jnp.float32), pages))
-    return pages.replace(kv=kv)  # type: ignore[attr-defined, no-any-return]
+    return pages.replace(kv=kv)  # type: ignore[attr-defined]

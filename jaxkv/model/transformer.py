@@ -83,9 +83,7 @@ def forward_step(
         query_angles.append(tuple(a[..., None, None, :] for a in angles))
         seen.append(visibility(inputs.table, positions, step.lengths, pages[g].page_size))
     where = {
-        layer: (g, index)
-        for g, group in enumerate(config.groups)
-        for index, layer in enumerate(group.layers)
+        layer: (g, index) for g, group in enumerate(config.groups) for index, layer in enumerate(group.layers)
     }
     scale = 1.0 / math.sqrt(config.head_dim)
     captured = []
@@ -98,9 +96,7 @@ def forward_step(
             k = rotate(k, *key_angles, magnitude=rope.magnitude)
             pages_out[g] = write_slots(pages_out[g], index, inputs.slots, k, v)
             q = rotate(q[:, None] * scale, *query_angles[g], magnitude=rope.magnitude)
-            attended = paged_attention(
-                q, pages_out[g], inputs.table, seen[g], positions, layer=index
-            )
+            attended = paged_attention(q, pages_out[g], inputs.table, seen[g], positions, layer=index)
             if capture:
                 captured.append(attended.reshape(*positions.shape, -1))
             x = _finish_layer(x, attended, layer, config)

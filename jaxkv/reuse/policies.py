@@ -144,9 +144,7 @@ class SCR:
 
     def select(self, edit: Edit) -> Selection:
         longest = sorted(edit.survivors, key=lambda s: (-s.length, s.new))[: self.max_spans]
-        kept = tuple(
-            sorted((s for s in longest if s.length >= self.min_span), key=lambda s: s.new)
-        )
+        kept = tuple(sorted((s for s in longest if s.length >= self.min_span), key=lambda s: s.new))
         ends = [s.new + s.length for s in kept]
         tails = _ranges([max(e - self.tail, s.new) for e, s in zip(ends, kept, strict=True)], ends)
         causes = [(repair.cause, repair.positions(edit, kept)) for repair in self.repairs]
@@ -174,7 +172,7 @@ class SCR:
         return "|".join([name, *(str(r) for r in self.repairs)])
 
 
-def NoRotation() -> SCR:  # noqa: N802 - named like the policies beside it
+def NoRotation() -> SCR:
     """Negative control: `SCR` whose keys stay rotated for their old positions."""
     return SCR(rotate=False)
 
