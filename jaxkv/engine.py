@@ -18,8 +18,6 @@ from jaxkv.cache.match import Cause, MatchEnd
 from jaxkv.cache.sequence import (
     EMPTY_SEGMENTS,
     PAGE,
-    Origin,
-    Run,
     Sequence,
     clip,
     frozen,
@@ -32,7 +30,7 @@ from jaxkv.memory import Memory
 from jaxkv.model.params import Params
 from jaxkv.readback import read_kv
 from jaxkv.results import Generation, KVState, StepResult, report
-from jaxkv.reuse.plan import INSERTED, LAST, ReusePlan, plan
+from jaxkv.reuse.plan import ReusePlan, plan, plan_extension, plan_prompt
 from jaxkv.reuse.policies import Policy
 from jaxkv.schedule import Placement, check_tokens
 from jaxkv.typing import Float32, Int32
@@ -130,19 +128,7 @@ class Engine:
             limit = length if self._grid == 1 else length - 1
             match = self._memory.index.match(contract.digest(), tokens, limit=limit, granularity=self._grid)
             segments, matched, end = match.segments, match.length, match.end
-        forward = np.arange(min(matched, length - 1), length, dtype=np.int32)
-        work = ReusePlan(
-            policy="exact",
-            tokens=tokens,
-            prefix=matched,
-            segments=segments,
-            attended=segments,
-            forward=forward,
-            causes={LAST: forward} if matched == length else {INSERTED: forward},
-            provenance=(Run(0, length, Origin.EXACT),),
-            matched=length - len(forward),
-            write=matched < length,
-        )
+        work = plan_prompt(tokens, segments, matched)
         try:
             grid = length // self._grid * self._grid
             return self._apply(work, contract, end, started, grid_length=grid, publish=reuse)
@@ -178,21 +164,8 @@ class Engine:
         started = time.perf_counter()
         self._require_live(sequence)
         added = self._check(tokens)
-        start, end = len(sequence), len(sequence) + len(added)
-        forward = np.arange(start, end, dtype=np.int32)
-        work = ReusePlan(
-            policy="extend",
-            tokens=self._check(np.concatenate([sequence.tokens, added])),
-            prefix=start,
-            segments=sequence.segments,
-            attended=sequence.table_segments,
-            forward=forward,
-            causes={INSERTED: forward},
-            provenance=sequence.continued(end),
-            matched=start,
-            rotate=sequence.rotate,
-        )
-        where = MatchEnd(Cause.COMPLETE, start)
+        work = plan_extension(sequence, self._check(np.concatenate([sequence.tokens, added])))
+        where = MatchEnd(Cause.COMPLETE, len(sequence))
         return self._apply(work, sequence.contract, where, started, grid_length=sequence.grid_length)
 
     def generate(

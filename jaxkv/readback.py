@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxkv.cache.pages import KVPages, decode_storage
+from jaxkv.cache.pages import KVPages, read_slots
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.sequence import FIRST, HI, LO, PAGE, Sequence, slots_of
 from jaxkv.model.config import ModelConfig
@@ -21,15 +21,13 @@ def read_kv(pages: KVPages, pool: PagePool, sequence: Sequence, config: ModelCon
     positions, slots = slots_of(segments, pool.page_size)
     births = pool.birth[segments[:, PAGE]]
     born = np.repeat(births - segments[:, FIRST], segments[:, HI] - segments[:, LO]) + positions
-    page, offset = slots // pool.page_size, slots % pool.page_size
     layers = pages.kv.shape[0] // pages.num_pages
     keys, values = [], []
     angles = born[:, None, None] * inverse_frequencies(config.rope)
     cos, sin = np.cos(angles), np.sin(angles)
     half, head_dim = config.rope.rotary_dim // 2, config.head_dim
     for layer in range(layers):
-        raw = pages.kv.at[page + layer * pages.num_pages, :, offset].get()
-        rows = np.asarray(decode_storage(raw, pages)).astype(np.float64)
+        rows = np.asarray(read_slots(pages, layer, slots)).astype(np.float64)
         k = rows[..., :head_dim]
         x1, x2 = k[..., :half], k[..., half : 2 * half]
         turned = np.concatenate([x1 * cos + x2 * sin, x2 * cos - x1 * sin], -1)

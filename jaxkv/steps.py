@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxkv.cache.pages import KVPages, decode_storage
+from jaxkv.cache.pages import KVPages, read_slots, write_slots
 from jaxkv.cache.table import GroupInput, PageTable, StepInput
 from jaxkv.errors import HandleError, RelocationError
 from jaxkv.model.config import ModelConfig
@@ -171,40 +171,26 @@ def decode_many(params: Params, pages: Pages, inputs: DecodeInput, *, config: Mo
     return out
 
 
+def _relocate_group(group: KVPages, moves: Moves, config: ModelConfig) -> KVPages:
+    # R(-d) is R(d) transposed: cosine even, sine odd. Tables start at position 0.
+    cos, sin = rope_angles(jnp.abs(moves.delta), config.rope, config.max_positions)
+    cos, sin = cos[:, None], (sin * jnp.sign(moves.delta)[:, None])[:, None]
+    head_dim = config.head_dim
+
+    def copy_layer(layer: Array, pages: KVPages) -> KVPages:
+        rows = read_slots(pages, layer, moves.source).astype(jnp.float32)
+        # No magnitude here: YaRN's factor went into the key at birth.
+        keys = rotate(rows[..., :head_dim], cos, sin)
+        return write_slots(pages, layer, moves.target, keys, rows[..., head_dim:])
+
+    layers = group.kv.shape[0] // group.num_pages
+    moved: KVPages = jax.lax.fori_loop(0, layers, copy_layer, group)
+    return moved
+
+
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pages",))
 def _relocate(pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig) -> Pages:
-    out = []
-    for group, move in zip(pages, moves, strict=True):
-        # R(-d) is R(d) transposed: cosine even, sine odd. Tables start at position 0.
-        cos, sin = rope_angles(jnp.abs(move.delta), config.rope, config.max_positions)
-        cos = cos[:, None]
-        sin = (sin * jnp.sign(move.delta)[:, None])[:, None]
-        size, head_dim = group.page_size, config.head_dim
-        source_row, source_slot = move.source // size, move.source % size
-        target_row, target_slot = move.target // size, move.target % size
-        dropped = move.target >= group.num_slots
-        total = group.kv.shape[0]
-
-        def copy_layer(layer: Array, kv: Array) -> Array:
-            base = layer * group.num_pages
-            raw = kv.at[source_row + base, :, source_slot].get(mode="promise_in_bounds")
-            rows = decode_storage(raw, group).astype(jnp.float32)
-            # No magnitude here: YaRN's factor went into the key at birth.
-            keys = rotate(rows[..., :head_dim], cos, sin)
-            row = jnp.where(dropped, total, target_row + base)
-            return _set_rows(kv, row, target_slot, keys, rows[..., head_dim:], group)
-
-        layers = total // group.num_pages
-        kv = jax.lax.fori_loop(0, layers, copy_layer, group.kv)
-        out.append(group.replace(kv=kv))  # type: ignore[attr-defined]
-    return tuple(out)
-
-
-def _set_rows(kv: Array, row: Array, slot: Array, keys: Array, values: Array, group: KVPages) -> Array:
-    rows = jnp.concatenate([keys, values], -1).astype(group.dtype)
-    if rows.dtype != kv.dtype:
-        rows = jax.lax.bitcast_convert_type(rows, kv.dtype)
-    return kv.at[row, :, slot].set(rows, mode="drop")
+    return tuple(_relocate_group(g, m, config) for g, m in zip(pages, moves, strict=True))
 
 
 def relocate(pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig) -> Pages:

@@ -88,7 +88,7 @@ def decode_storage(raw: Array, pages: KVPages) -> Array:
     return raw
 
 
-def write_slots(pages: KVPages, layer: int, slots: Array, keys: Array, values: Array) -> KVPages:
+def write_slots(pages: KVPages, layer: int | Array, slots: Array, keys: Array, values: Array) -> KVPages:
     """Writes new tokens of one layer. In place when `pages` is donated.
 
     Args:
@@ -105,6 +105,13 @@ def write_slots(pages: KVPages, layer: int, slots: Array, keys: Array, values: A
     rows = jnp.concatenate([keys, values], -1).reshape(-1, kv_heads, 2 * head_dim)
     kv = pages.kv.at[row, :, offset].set(_encode(rows, pages), mode="drop")
     return pages.replace(kv=kv)  # type: ignore[attr-defined]
+
+
+def read_slots(pages: KVPages, layer: int | Array, slots: Array) -> Array:
+    """Gathers single slots of one layer: i32[n] to `pages.dtype`[n, K, 2H]."""
+    page, offset = slots // pages.page_size, slots % pages.page_size
+    raw = pages.kv.at[page + layer * pages.num_pages, :, offset].get(mode="promise_in_bounds")
+    return decode_storage(raw, pages)
 
 
 def read_pages(pages: KVPages, layer: int, page: Array) -> Array:

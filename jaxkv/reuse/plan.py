@@ -53,6 +53,42 @@ class ReusePlan:
         return tuple(s.new for s in self.spans)
 
 
+def plan_prompt(tokens: Int32, segments: Int32, matched: int) -> ReusePlan:
+    """A prompt of which the first `matched` tokens are cached, exactly, in `segments`."""
+    length = len(tokens)
+    forward = np.arange(min(matched, length - 1), length, dtype=np.int32)
+    return ReusePlan(
+        policy="exact",
+        tokens=tokens,
+        prefix=matched,
+        segments=segments,
+        attended=segments,
+        forward=forward,
+        causes={LAST if matched == length else INSERTED: forward},
+        provenance=(Run(0, length, Origin.EXACT),),
+        matched=length - len(forward),
+        write=matched < length,
+    )
+
+
+def plan_extension(sequence: Sequence, tokens: Int32) -> ReusePlan:
+    """`tokens` begin with those of `sequence`; the rest is appended."""
+    start, end = len(sequence), len(tokens)
+    forward = np.arange(start, end, dtype=np.int32)
+    return ReusePlan(
+        policy="extend",
+        tokens=tokens,
+        prefix=start,
+        segments=sequence.segments,
+        attended=sequence.table_segments,
+        forward=forward,
+        causes={INSERTED: forward},
+        provenance=sequence.continued(end),
+        matched=start,
+        rotate=sequence.rotate,
+    )
+
+
 def make_edit(sequence: Sequence, new_tokens: Int32, policy: Policy) -> Edit:
     """Finds what survives. An exact policy's prefix ends where the cached KV stops being exact."""
     found = diff(sequence.tokens, new_tokens, min_span=policy.min_span)
