@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -19,10 +21,16 @@ def project(x: Array, weight: Array, *, inputs: int = 1) -> Array:
 
     The operand is rounded to the weight's dtype and products are accumulated in float32.
     """
-    axes = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
-    return jax.lax.dot_general(
-        x.astype(weight.dtype), weight, (axes, ((), ())), preferred_element_type=jnp.float32
+    # As one matrix product: with more axes XLA on CPU takes a slower path for a single row.
+    width = math.prod(weight.shape[:inputs])
+    rows = x.reshape(*x.shape[: x.ndim - inputs], width).astype(weight.dtype)
+    out = jax.lax.dot_general(
+        rows,
+        weight.reshape(width, -1),
+        (((rows.ndim - 1,), (0,)), ((), ())),
+        preferred_element_type=jnp.float32,
     )
+    return out.reshape(*rows.shape[:-1], *weight.shape[inputs:])
 
 
 def gated_mlp(x: Array, gate_up: Array, down: Array) -> Array:
