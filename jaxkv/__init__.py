@@ -31,6 +31,7 @@ from jaxkv.errors import (
     TokenError,
 )
 from jaxkv.generation import Sampling
+from jaxkv.io.compilation import enable_compilation_cache
 from jaxkv.io.models import Model, load
 from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.params import Params, init_params, params_digest
@@ -110,6 +111,7 @@ __all__ = [
     "decode_many",
     "diff",
     "divergence",
+    "enable_compilation_cache",
     "forward_dense",
     "init_params",
     "layer_divergence",

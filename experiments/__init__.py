@@ -1,0 +1,1 @@
+"""Experiments: workloads, runner, report. `python -m experiments.launch --config=configs/x.py`."""

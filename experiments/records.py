@@ -1,0 +1,147 @@
+"""The run directory: `config.json`, and `cases.jsonl`, one durable line a measurement.
+
+A line is appended, flushed and synced before the next measurement starts. A line that a killed
+process left torn is cut off, and its measurement done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from jaxkv.errors import ConfigError, FormatError
+
+try:
+    import fcntl
+except ImportError:  # not a Unix: two runs in one directory are then up to the user
+    fcntl = None  # type: ignore[assignment]
+
+NOISE = "noise_floor"  # stands where a policy's name stands in a record
+Record = dict[str, Any]
+Key = tuple[str, str]  # case id and policy
+
+
+class RunDirectory:
+    """An open run directory; a context manager that keeps other processes out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cases_path = path / "cases.jsonl"
+        self.config_path = path / "config.json"
+        self._lock: Any = None
+
+    def __enter__(self) -> RunDirectory:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError(f"workdir '{self.path}' is a file, expected a directory") from error
+        except PermissionError as error:
+            raise ConfigError(f"workdir '{self.path}' can't be made: no permission") from error
+        self._lock = (self.path / ".lock").open("w")
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                self._lock.close()
+                raise ConfigError(
+                    f"workdir '{self.path}' is in use by another run, expected one at a time"
+                ) from error
+        self._cut_torn_line()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lock.close()  # the lock goes with it, after a kill too
+
+    def read_config(self) -> dict[str, Any] | None:
+        """`config.json`, or None in a new directory."""
+        try:
+            text = self.config_path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            if self.cases_path.exists():
+                raise ConfigError(
+                    f"workdir '{self.path}' holds cases.jsonl without config.json, expected both"
+                ) from None
+            return None
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise FormatError(f"'{self.config_path}' is not JSON at line {error.lineno}") from error
+        if not isinstance(data, dict) or not isinstance(data.get("config"), dict):
+            raise FormatError(f"'{self.config_path}' is not the config.json of a run")
+        return data
+
+    def write_config(self, data: dict[str, Any]) -> None:
+        """Writes `config.json` in one step."""
+        self.write("config.json", json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a text file in one step: aside first, then renamed."""
+        aside = self.path / f".{name}.tmp"
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(self.path / name)
+
+    def append(self, record: Record) -> None:
+        """Appends one line and waits until it is on disk."""
+        line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+        with self.cases_path.open("a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def records(self) -> list[Record]:
+        """All measurements, in the order of their first line; of two lines the later one counts."""
+        latest: dict[Key, Record] = {}
+        for record in self._lines():
+            latest[record["case"], record["policy"]] = record
+        return list(latest.values())
+
+    def finished(self) -> set[Key]:
+        """Measurements that need not be done again. Failed ones are not among them."""
+        return {(r["case"], r["policy"]) for r in self.records() if r["status"] == "ok"}
+
+    def _lines(self) -> Iterator[Record]:
+        with contextlib.suppress(FileNotFoundError), self.cases_path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    record = json.loads(line)
+                    known = {"case", "policy", "status"} <= record.keys()
+                except (ValueError, AttributeError):
+                    known = False
+                if not known:
+                    raise FormatError(f"'{self.cases_path}' line {number} is not a measurement")
+                yield record
+
+    def _cut_torn_line(self) -> None:
+        with contextlib.suppress(FileNotFoundError), self.cases_path.open("r+b") as file:
+            data = file.read()
+            whole = data.rfind(b"\n") + 1
+            if whole < len(data):
+                file.truncate(whole)
+                os.fsync(file.fileno())
+
+
+def refuse_changes(workdir: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raises ConfigError, naming the first key in which a run directory differs from this run."""
+    for key in [*wanted, *(k for k in found if k not in wanted)]:
+        if found.get(key) != wanted.get(key):
+            raise ConfigError(
+                f"workdir '{workdir}' holds a run with {key}={_show(found.get(key))}, this run has "
+                f"{_show(wanted.get(key))}: choose another --workdir or repeat the old command"
+            )
+
+
+def _show(value: Any) -> str:
+    return ",".join(str(x) for x in value) if isinstance(value, list) else str(value)

@@ -1,0 +1,1 @@
+"""The report of a run: summary, one-sentence answer, plots, HTML page and terminal table."""

@@ -1,0 +1,82 @@
+"""report.html: one self-contained page, plots inline, readable on a phone and in dark mode."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from importlib import resources
+from typing import Any
+
+import jinja2
+import matplotlib
+from matplotlib.figure import Figure
+
+from experiments.report.answer import answer, figure, multiple, spread
+from experiments.report.plots import INK, STYLE
+from experiments.report.summary import BIN_LABELS, Summary
+
+CAPTIONS = {
+    "pareto": "Cost and error of each policy; down and left is better. Bars are 95% bootstrap "
+    "intervals over cases. Work is that of all cases, divided by that of exact prefix reuse.",
+    "kl_by_position": "Where the edit is. At the head the attention sink changes. A hollow mark "
+    "is a KL of 0.",
+    "error_by_distance": "Staleness of K and V behind the seam, mean over layers and cases: tokens "
+    "close to it have lost most of the past that they attended.",
+    "error_by_layer": "Staleness by layer, mean over cases. K and V behind the first seam; "
+    "attention outputs of the continuation.",
+    "first_token": "Wall clock, compilation excluded. Exact reuses the common prefix.",
+}
+
+
+def render_page(summary: Summary, document: dict[str, Any], figures: dict[str, Figure]) -> str:
+    """The page of one run; `document` is the contents of `config.json`."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(
+        kl=figure,
+        spread=spread,
+        count=lambda x: "–" if math.isnan(x) else f"{x:,.0f}",
+        share=lambda x: "–" if math.isnan(x) else f"{x:.1%}",
+        fixed=lambda x, digits=2: "–" if math.isnan(x) else f"{x:.{digits}f}",
+        signed=lambda x: "–" if math.isnan(x) else f"{x:+.2g}",
+        times=multiple,
+        relative=relative,
+        flops=lambda x: f"{x:.2e}",
+    )
+    source = resources.files("experiments.report").joinpath("page.html").read_text("utf-8")
+    causes = list(dict.fromkeys(c for row in summary.flops_by_cause.values() for c in row))
+    return environment.from_string(source).render(
+        answer=answer(summary, document["model"]["name"]),
+        summary=summary,
+        document=document,
+        causes=causes,
+        bins=BIN_LABELS,
+        plots=[(name, CAPTIONS[name], inline_svg(name, fig)) for name, fig in figures.items()],
+    )
+
+
+def inline_svg(name: str, plot: Figure) -> str:
+    """`plot` as an SVG element that takes the page's text colour and shares no id with another."""
+    out = io.StringIO()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        plot.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]  # no XML prolog, no document type
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    text = text.replace(INK, "currentColor")
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'href="#', f'href="#{name}-', text)
+    text = text.replace("url(#", f"url(#{name}-")
+    # The page scales the plot: no fixed size.
+    text = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    return text.replace("<svg ", '<svg role="img" ', 1)
+
+
+def relative(value: float) -> str:
+    """A share of exact's work."""
+    if math.isnan(value):
+        return "–"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"

@@ -1,0 +1,257 @@
+"""The plots of a report, each a matplotlib Figure, drawn without pyplot's global state.
+
+Narrow on purpose: at the width of a phone the text of a 4.8-inch figure is still readable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator
+
+from experiments.report.labels import merge_points, place_labels
+from experiments.report.summary import BIN_LABELS, Summary
+
+INK = "#222222"  # text and axes; the HTML page replaces it by its own text colour
+WIDTH = 4.5  # inches
+# After Okabe and Ito, tones that show on white and on black; markers tell policies apart, too.
+_COLOURS = ("#7f7f7f", "#d55e00", "#cc79a7", "#2b8cdb", "#56b4e9", "#009e73", "#e69f00", "#8a6fd1")
+_MARKERS = "osv^DPX*"
+STYLE: Any = {  # matplotlib types its keys one by one
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": INK,
+    "grid.alpha": 0.12,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.3,
+    "lines.markersize": 5,
+    "svg.fonttype": "path",
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+}
+
+Style = Mapping[str, tuple[str, str]]  # policy -> colour, marker
+
+
+def draw_all(summary: Summary) -> dict[str, Figure]:
+    """Name to figure, in the order of the report; plots without data are left out."""
+    style = {
+        row.policy: (_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)])
+        for i, row in enumerate(summary.rows)
+    }
+    makers: dict[str, Callable[[Summary, Style], Figure | None]] = {
+        "pareto": pareto,
+        "kl_by_position": kl_by_position,
+        "error_by_distance": error_by_distance,
+        "error_by_layer": error_by_layer,
+        "first_token": first_token,
+    }
+    with matplotlib.rc_context(STYLE):
+        figures = {name: make(summary, style) for name, make in makers.items()}
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def pareto(summary: Summary, style: Style) -> Figure | None:
+    """FLOPs relative to exact against KL; down and left is better."""
+    rows = [r for r in summary.rows if r.flops_relative > 0]
+    if not rows:
+        return None
+    figure = _figure(3.9)
+    axes = figure.add_subplot()
+    low = _floor([r.kl for r in rows], summary.noise)
+    for row in rows:
+        colour, marker = style[row.policy]
+        y = max(row.kl, low)
+        ends = [[y - max(row.kl_low, low)], [max(row.kl_high, low) - y]]
+        axes.errorbar(
+            row.flops_relative,
+            y,
+            yerr=np.maximum(ends, 0),
+            color=colour,
+            marker="v" if row.kl < low else marker,
+            markersize=7,
+            elinewidth=1,
+            capsize=2,
+        )
+    axes.set(xscale="log", yscale="log", ylabel="mean KL(exact‖policy), nats per token")
+    axes.set_xlabel("FLOPs of an edit, relative to exact prefix reuse")
+    x = [r.flops_relative for r in rows]
+    axes.set_xlim(min(x) / 2.2, max(x) * 2.6)
+    axes.set_ylim(low / 2, max([r.kl_high for r in rows] + [2 * low]) * 4)
+    _noise_line(axes, summary.noise)
+    _few_ticks(axes)
+    figure.draw_without_rendering()  # labels are placed in pixels, so the layout must stand
+    points = [(r.flops_relative, max(r.kl, low), r.policy) for r in rows]
+    bars = [((r.flops_relative, max(r.kl_low, low)), (r.flops_relative, max(r.kl_high, low))) for r in rows]
+    place_labels(axes, merge_points(axes, points), bars)
+    return figure
+
+
+def kl_by_position(summary: Summary, style: Style) -> Figure | None:
+    """KL by where the edit is, a line a policy."""
+    names = list(dict.fromkeys(p for table in summary.by_position.values() for p in table))
+    if not names:
+        return None
+    names.sort(key=_position_order)
+    figure = _figure(3.9)
+    axes = figure.add_subplot()
+    tables = summary.by_position
+    low = _floor([v for t in tables.values() for v in t.values()], summary.noise)
+    _lines(
+        axes,
+        style,
+        {p: [t.get(name, math.nan) for name in names] for p, t in tables.items()},
+        low,
+    )
+    axes.set_xticks(range(len(names)), names)
+    axes.set(xlabel="place of the edit in the context", ylabel="mean KL, nats per token")
+    _noise_line(axes, summary.noise)
+    _legend_below(figure, axes)
+    return figure
+
+
+def error_by_distance(summary: Summary, style: Style) -> Figure | None:
+    """Relative error of kept K and V by distance from the seam."""
+    return _panels(
+        summary.state_by_distance,
+        style,
+        {"keys": "K, un-rotated", "values": "V"},
+        xlabel="tokens behind the seam",
+        ticks=BIN_LABELS,
+    )
+
+
+def error_by_layer(summary: Summary, style: Style) -> Figure | None:
+    """Relative error of K, V and attention outputs by layer."""
+    return _panels(
+        summary.state_by_layer,
+        style,
+        {"keys": "K, un-rotated", "values": "V", "attention": "attention output"},
+        xlabel="layer",
+        ticks=None,
+    )
+
+
+def first_token(summary: Summary, style: Style) -> Figure | None:
+    """Wall clock of an edit until the logits of the next token are there."""
+    rows = [r for r in summary.rows if math.isfinite(r.ttft_ms)]
+    if not rows:
+        return None
+    figure = _figure(0.8 + 0.3 * len(rows))
+    axes = figure.add_subplot()
+    for y, row in enumerate(reversed(rows)):
+        spread = 0.0 if math.isnan(row.ttft_se) else row.ttft_se
+        axes.barh(y, row.ttft_ms, xerr=spread or None, color=style[row.policy][0], height=0.62, ecolor=INK)
+        text = f" {row.ttft_ms:,.0f} ms" if row.ttft_ms >= 10 else f" {row.ttft_ms:.1f} ms"
+        axes.text(row.ttft_ms + spread, y, text, va="center", fontsize=7.5)
+    axes.set_yticks(range(len(rows)), [r.policy for r in reversed(rows)])
+    axes.grid(visible=False, axis="y")
+    axes.set_xlim(0, max(r.ttft_ms + np.nan_to_num(r.ttft_se) for r in rows) * 1.22)
+    axes.set_xlabel("ms from edit to first token ± standard error")
+    return figure
+
+
+def _figure(height: float) -> Figure:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)  # labels are measured in its pixels
+    return figure
+
+
+def _panels(
+    tables: Mapping[str, Mapping[str, Sequence[float]]],
+    style: Style,
+    titles: Mapping[str, str],
+    *,
+    xlabel: str,
+    ticks: Sequence[str] | None,
+) -> Figure | None:
+    shown = {state: tables.get(state, {}) for state in titles}
+    shown = {state: table for state, table in shown.items() if _positive(table)}
+    if not shown:
+        return None
+    figure = _figure(0.9 + 1.7 * len(shown))
+    all_axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (state, table) in zip(all_axes, shown.items(), strict=True):
+        _lines(axes, style, table, _floor(_positive(table), math.nan))
+        axes.set_title(titles[state], loc="left")
+    figure.supylabel("‖policy − exact‖ / ‖exact‖", fontsize=8.5)
+    all_axes[-1].set_xlabel(xlabel)
+    all_axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    if ticks:
+        used = max(i for t in shown.values() for v in t.values() for i in np.flatnonzero(_real(v)))
+        all_axes[-1].set_xticks(range(len(ticks)), ticks)
+        all_axes[-1].set_xlim(-0.3, used + 0.3)
+    _legend_below(figure, all_axes[0])
+    return figure
+
+
+def _lines(axes: Any, style: Style, table: Mapping[str, Sequence[float]], low: float) -> None:
+    """One line a policy on a log axis; what is below `low` (zero, too) is drawn hollow at `low`."""
+    for policy, values in table.items():
+        colour, marker = style[policy]
+        y = np.array(values, np.float64)
+        clipped = np.where(y < low, low, y)
+        many = len(y) > 12
+        axes.plot(clipped, color=colour, marker="" if many else marker, label=policy, alpha=0.95)
+        under = np.flatnonzero(y < low)
+        axes.plot(under, clipped[under], ls="", marker=marker, color=colour, mfc="none", ms=7)
+    axes.set_yscale("log")
+    _few_ticks(axes)
+
+
+def _noise_line(axes: Any, noise: float) -> None:
+    if noise > 0:
+        axes.axhline(noise, color=INK, ls=(0, (4, 3)), lw=0.9, alpha=0.7)
+        axes.annotate(
+            "noise floor",
+            (1, noise),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, -3),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            fontsize=7.5,
+        )
+
+
+def _legend_below(figure: Any, axes: Any) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, handlelength=1.6)
+
+
+def _few_ticks(axes: Any) -> None:
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _floor(values: Sequence[float], noise: float) -> float:
+    """Where zero is drawn on a log axis: below everything that is not zero."""
+    real = [v for v in [*values, noise] if math.isfinite(v) and v > 0]
+    return min(real, default=1e-9) / 3
+
+
+def _positive(table: Mapping[str, Sequence[float]]) -> list[float]:
+    return [v for row in table.values() for v in row if math.isfinite(v) and v > 0]
+
+
+def _real(values: Sequence[float]) -> Any:
+    return np.isfinite(np.asarray(values, np.float64))
+
+
+def _position_order(name: str) -> float:
+    if name == "head":
+        return -1.0
+    return 1000.0 if name == "end" else float(name.rstrip("%"))

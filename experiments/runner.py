@@ -1,0 +1,222 @@
+"""Runs an experiment: cases in, a run directory out. What is finished is not done again."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from experiments.config import TINY_MODEL, ExperimentConfig, resolve
+from experiments.environment import environment
+from experiments.measure import Bench, failure
+from experiments.records import NOISE, Key, Record, RunDirectory, refuse_changes
+from experiments.report.write import write_report
+from experiments.subject import load_subject
+from experiments.workloads import make_cases
+from experiments.workloads.case import Case
+from experiments.workloads.corpus import Corpus, encode, load_corpus
+from jaxkv.io.models import Model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """Where the results are, and how many measurements there are."""
+
+    path: Path
+    finished: int
+    failed: int
+
+
+def run(
+    config: Mapping[str, Any], workdir: str | Path | None = None, *, given: Collection[str] = ()
+) -> RunResult:
+    """Measures every case under every policy, writes the report and prints its gist.
+
+    Args:
+      config: a ConfigDict (see `experiments.config`).
+      workdir: run directory; `runs/<name>-<digest of config>` when None, so that the same command
+        finds its own run again.
+      given: keys that the user set on purpose; smoke=True leaves them as they are.
+
+    Returns:
+      The run directory and the number of finished and failed measurements. A measurement that fails
+      is recorded with its error and stops nothing; the next run tries it again.
+
+    Raises:
+      ConfigError: a bad value, or a directory that holds another experiment.
+      FetchError, FormatError: the model can't be had.
+      KeyboardInterrupt: after saying how to resume; finished measurements are kept.
+    """
+    experiment = resolve(config, given)
+    path = Path(workdir) if workdir else Path("runs") / f"{experiment.name}-{experiment.digest}"
+    out, progress = Console(), Console(stderr=True)
+    with RunDirectory(path) as directory:
+        try:
+            _measure_all(experiment, directory, progress)
+        except KeyboardInterrupt:
+            count = len(directory.finished())
+            progress.print(
+                f"Interrupted: {count} finished measurements are kept in {path}; "
+                "run the same command to resume.",
+                highlight=False,
+                soft_wrap=True,
+            )
+            raise
+        write_report(directory, experiment, out)
+        records = directory.records()
+        finished = len(directory.finished())
+        return RunResult(path=path, finished=finished, failed=len(records) - finished)
+
+
+def _measure_all(config: ExperimentConfig, directory: RunDirectory, console: Console) -> None:
+    previous = directory.read_config()
+    if previous is not None:
+        refuse_changes(directory.path, _named(previous["config"]), _named(config.to_dict()))
+        planned = {(case, policy) for case, policy in previous["measurements"]}
+        if planned <= directory.finished():
+            console.print(f"All measurements are finished in {directory.path}.", highlight=False)
+            return
+    if config.smoke and config.model == TINY_MODEL:
+        console.print(
+            "Smoke run: a tiny model with random weights that reads bytes; no download. "
+            "Give --config.model to use a real one.",
+            highlight=False,
+            soft_wrap=True,
+        )
+    with console.status("Loading the corpus"):
+        corpus = load_corpus(config.corpus)
+    model = load_subject(config)
+    with console.status("Tokenizing the corpus"):
+        tokens = encode(corpus, model)
+        bos = _bos(config, model)
+        cases = make_cases(config, tokens, bos)
+    planned_keys = [key for i, case in enumerate(cases) for key in _keys(config, i, case)]
+    document = _document(config, corpus, len(tokens), model, planned_keys)
+    if previous is None:
+        directory.write_config(document)
+    else:
+        refuse_changes(directory.path, _identity(previous), _identity(document))
+    _measure(config, directory, model, cases, console)
+
+
+def _measure(
+    config: ExperimentConfig,
+    directory: RunDirectory,
+    model: Model,
+    cases: list[Case],
+    console: Console,
+) -> None:
+    finished = directory.finished()
+    todo = [
+        (index, case, missing)
+        for index, case in enumerate(cases)
+        if (missing := [p for _, p in _keys(config, index, case) if (case.id, p) not in finished])
+    ]
+    total = sum(len(missing) + 1 for _, _, missing in todo)  # one more a case: its reference
+    kept = len(finished)
+    if kept:
+        console.print(f"Resuming: {kept} measurements are there already.", highlight=False)
+    longest = max(max(len(c.old), len(c.new)) + len(c.continuation) for c in cases)
+    bench = Bench(model, config, longest + config.greedy_tokens)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("Measuring", total=total)
+        for number, (index, case, missing) in enumerate(todo, 1):
+            if not console.is_terminal:  # a log has no bar: say where it stands
+                console.print(f"Case {number} of {len(todo)}: {case.id}", highlight=False)
+            progress.update(task, description=f"{case.id}: reference")
+            try:
+                reference = bench.reference(case, layers=_every(config.layers_every, index))
+            except Exception as error:
+                # Without the reference nothing of this case can be judged.
+                for policy in missing:
+                    directory.append(failure(case, policy, error))
+                progress.advance(task, len(missing) + 1)
+                continue
+            progress.advance(task)
+            for policy in missing:
+                progress.update(task, description=f"{case.id}: {policy}")
+                record: Record
+                try:
+                    record = (
+                        bench.noise(case, reference)
+                        if policy == NOISE
+                        else bench.policy(case, policy, reference)
+                    )
+                except Exception as error:
+                    record = failure(case, policy, error)
+                directory.append(record)
+                progress.advance(task)
+        progress.update(task, description="Measured")
+    bench.close()
+
+
+def _keys(config: ExperimentConfig, index: int, case: Case) -> list[Key]:
+    """The measurements of one case, the noise floor first."""
+    noise = [NOISE] if _every(config.noise_every, index) else []
+    return [(case.id, name) for name in [*noise, *config.policies]]
+
+
+def _every(step: int, index: int) -> bool:
+    return step > 0 and index % step == 0
+
+
+def _bos(config: ExperimentConfig, model: Model) -> int | None:
+    if not config.add_bos:
+        return None
+    return model.config.bos_token_id if model.tokenizer is None else model.tokenizer.bos_id
+
+
+def _document(
+    config: ExperimentConfig, corpus: Corpus, tokens: int, model: Model, keys: list[Key]
+) -> dict[str, Any]:
+    """Contents of `config.json`: enough to know what was run, and to run it again."""
+    tokenizer = model.tokenizer
+    return {
+        "config": config.to_dict(),
+        "config_digest": config.digest,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "corpus": {"name": corpus.name, "sha256": corpus.digest, "tokens": tokens},
+        "model": {
+            "name": model.name,
+            "source": model.source,
+            "dtype": model.dtype,
+            "weights_digest": model.weights_digest,
+            "tokenizer_digest": tokenizer.digest if tokenizer else None,
+            **model.config.to_dict(),
+        },
+        "environment": environment(),
+        "measurements": [list(key) for key in keys],
+    }
+
+
+def _identity(document: dict[str, Any]) -> dict[str, Any]:
+    """What must not change between the runs that share a directory."""
+    return {
+        "corpus.sha256": document["corpus"]["sha256"],
+        "model.weights_digest": document["model"]["weights_digest"],
+        "environment.jaxkv": document["environment"]["jaxkv"],
+    }
+
+
+def _named(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"config.{key}": value for key, value in values.items()}

@@ -1,0 +1,160 @@
+"""The launcher from outside: exit codes, one-sentence errors, and a kill in mid-run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = "--config=configs/quickstart.py"
+SMALL = [
+    QUICKSTART,
+    "--config.smoke=True",
+    "--config.edits=delete",
+    "--config.positions=0.5",
+    "--config.layers_every=0",
+    "--config.greedy_tokens=0",
+]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "experiments.launch", *arguments]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Lets the processes of this module share what they compile."""
+    cache = str(tmp_path_factory.mktemp("compiled"))
+    own = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return {**os.environ, **own}
+
+
+def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([QUICKSTART, "--config.polices=scr"], "'polices' is unknown; did you mean 'policies'?"),
+        ([QUICKSTART, "--config.context=many"], "config.context holds 'many', expected a whole"),
+        ([QUICKSTART, "--config.policies=scrr"], "policy 'scrr' is unknown"),
+        ([QUICKSTART, "--config.seed=x"], "--config.seed=x"),
+        ([QUICKSTART, "--config.corpus=/no/such/file"], "config.corpus is '/no/such/file'"),
+        ([QUICKSTART, "--wrkdir=x"], "'wrkdir'"),
+        ([QUICKSTART, "extra"], "argument 'extra' is unexpected"),
+        (["--config=configs/missing.py"], "configs/missing.py"),
+        ([], "--config is missing"),
+    ],
+)
+def test_bad_flags_are_one_sentence_and_exit_code_2(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    result = launch(*arguments, f"--workdir={tmp_path / 'run'}")
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_fault_in_the_config_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("def get_config():\n    return unknown_name\n")
+    result = launch(f"--config={path}")
+    assert result.returncode == 2
+    assert "name 'unknown_name' is not defined" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_model_that_is_not_there_is_one_sentence_and_exit_code_1(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere" / "model.gguf"
+    result = launch(QUICKSTART, f"--config.model={missing}", f"--workdir={tmp_path / 'run'}")
+    assert result.returncode == 1
+    assert str(missing) in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_works() -> None:
+    result = launch("--helpfull")
+    assert "Run directory" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_killed_in_mid_run_and_resumed(tmp_path: Path, environment: dict[str, str]) -> None:
+    """SIGKILL, then a torn line on top: the same command finishes, repeating nothing."""
+    workdir = tmp_path / "run"
+    cases = workdir / "cases.jsonl"
+    arguments = [*SMALL, f"--workdir={workdir}", "--config.policies=drop,scr,first_k(8),forget"]
+    process = subprocess.Popen(
+        command(*arguments),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while not (cases.exists() and cases.read_bytes().count(b"\n") >= 2):
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline, "no measurement was written"
+            time.sleep(0.002)
+    finally:
+        process.kill()
+        process.wait()
+    whole = cases.read_bytes()
+    kept = whole[: whole.rfind(b"\n") + 1]
+    assert 2 <= kept.count(b"\n") < 6
+    with cases.open("ab") as file:
+        file.write(b'{"case":"delete-50%-48-c320-d0","policy":"for')
+    result = launch(*arguments, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "Resuming" in result.stderr
+    assert cases.read_bytes().startswith(kept)
+    records = [json.loads(line) for line in cases.read_text().splitlines()]
+    keys = [(r["case"], r["policy"]) for r in records]
+    assert len(keys) == len(set(keys)) == 6
+    assert all(r["status"] == "ok" for r in records)
+    assert "Report:" in result.stdout
+    assert (workdir / "report.html").is_file()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT as a terminal does")
+def test_ctrl_c_is_exit_code_130(tmp_path: Path, environment: dict[str, str]) -> None:
+    workdir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(*SMALL, f"--workdir={workdir}"),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while not (workdir / "cases.jsonl").exists():
+            assert process.poll() is None, "the run ended before it could be interrupted"
+            assert time.monotonic() < deadline, "no measurement was written"
+            time.sleep(0.002)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "run the same command to resume" in error
+    assert "Traceback" not in error
