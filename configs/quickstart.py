@@ -41,7 +41,6 @@ def get_config() -> ml_collections.ConfigDict:
             "sinks(4)",
             "forget",
         ),
-        page_size=32,  # one table shape for all these lengths, so half the compilations
         noise_every=3,
         layers_every=2,
     )

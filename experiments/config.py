@@ -65,7 +65,7 @@ class ExperimentConfig:
         "forget",
     )
     page_size: int = 16
-    chunk_size: int = 256
+    chunk_size: int = 512
     num_pages: int = 0  # 0: what the longest case needs
     noise_offset: int = 23  # tokens that shift all chunks of the run that gives the noise floor
     noise_every: int = 1  # measure the noise floor on every n-th case

@@ -27,9 +27,11 @@ _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 def main(_: Sequence[str]) -> int:
     """Runs the experiment that the parsed flags name; returns the exit code."""
     from experiments import runner
+    from jaxkv.io.compilation import enable_compilation_cache
 
     logging.set_verbosity(logging.WARNING)  # JAX and matplotlib tell how they start
     try:
+        enable_compilation_cache()
         given = config_flags.get_override_values(flags.FLAGS["config"])
         result = runner.run(_CONFIG.value, _WORKDIR.value, given=tuple(given))
     except KeyboardInterrupt:

@@ -63,7 +63,7 @@ class Engine:
         *,
         num_pages: int = 1024,
         page_size: int = 16,
-        chunk_size: int = 256,
+        chunk_size: int = 512,
         kv_dtype: str | None = None,
         reuse_granularity: Literal["token", "chunk"] = "token",
         max_deltas: int = 8,
@@ -245,13 +245,13 @@ class Engine:
         first = np.asarray(sequence.logits, np.float32)[None]
         if len(tokens) == 1:
             return first
-        outputs = self._peek(sequence, tokens[:-1], logits="all").outputs
+        outputs = self._peek(sequence, tokens[:-1]).outputs
         return np.concatenate([first, *(np.asarray(out.logits)[0, :n] for out, n in outputs)])
 
     def attention_outputs(self, sequence: Sequence, continuation: Any) -> Float32:
         """Attention outputs f32[L, T, N·H] of `continuation` fed behind `sequence`, which stays."""
         tokens = self._check(continuation, "continuation")
-        outputs = self._peek(sequence, tokens, capture=True).outputs
+        outputs = self._peek(sequence, tokens).outputs
         return np.concatenate([np.asarray(out.attention)[:, 0, :n] for out, n in outputs], axis=1)
 
     def read_kv(self, sequence: Sequence) -> KVState:
@@ -392,8 +392,11 @@ class Engine:
         )
         return StepResult(sequence=sequence, logits=result, reuse=reuse)
 
-    def _peek(self, sequence: Sequence, tokens: Int32, **options: Any) -> Computed:
-        """Runs tokens behind a sequence without keeping what they wrote."""
+    def _peek(self, sequence: Sequence, tokens: Int32) -> Computed:
+        """Runs tokens behind a sequence without keeping what they wrote.
+
+        Always with all logits and attention outputs: one compiled step serves every question.
+        """
         self._require_live(sequence)
         self._check_length(len(sequence) + len(tokens))
         done = compute(
@@ -406,7 +409,8 @@ class Engine:
             rotate=sequence.rotate,
             max_deltas=self.max_deltas,
             chunk_size=self.chunk_size,
-            **options,
+            logits="all",
+            capture=True,
         )
         self._memory.release(done.placement.fresh)
         self._shapes |= done.shapes

@@ -121,7 +121,7 @@ def place(
     rows: list[Int32] = []
     slots: list[Int32] = []
     taken = 0
-    for a, b, tail, new in zip(run_starts, run_ends, tails, needed, strict=True):
+    for b, tail, new in zip(run_ends, tails, needed, strict=True):
         end = int(positions[b - 1]) + 1
         if tail:
             rows.append(np.array([tail], np.int32))
@@ -133,7 +133,7 @@ def place(
         if len(new):
             hi = np.minimum(end - new, size).astype(np.int32)
             rows.append(np.stack([pages, np.zeros_like(new), hi, new], axis=1))
-            every = pages[:, None] * size + np.arange(size, dtype=np.int32)
+            every = (pages[:, None] * size + np.arange(size)).astype(np.int32)
             slots.append(every.reshape(-1)[: end - int(new[0])])
     segments = np.concatenate(rows).astype(np.int32)
     return Placement(slots=np.concatenate(slots).astype(np.int32), segments=segments, fresh=fresh)

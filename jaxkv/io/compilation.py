@@ -21,7 +21,7 @@ def enable_compilation_cache(cache_dir: str | Path | None = None) -> Path:
     Returns:
       The directory in use.
     """
-    configured = jax.config.jax_compilation_cache_dir
+    configured: str | None = jax.config.values["jax_compilation_cache_dir"]
     if configured:
         return Path(configured)
     directory = cache_directory(cache_dir) / "compiled"
