@@ -1,0 +1,211 @@
+"""An independent float64 decoder in NumPy, written from the papers: the judge of jaxkv.
+
+RMSNorm (arXiv 1910.07467), rotary positions in half-split form (2104.09864), YaRN (2309.00071),
+grouped-query attention (2305.13245), SwiGLU (2002.05202). It imports nothing from jaxkv.
+
+`Cached` is the judge of Suffix Cache Reuse: a token's key is kept as it was rotated where its content
+was computed, and turned by R(standing position - birth) explicitly whenever it is attended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+
+
+@dataclasses.dataclass
+class Layer:
+    attn_norm: Array  # [D]
+    q: Array  # [D, N, H]
+    k: Array  # [D, K, H]
+    v: Array  # [D, K, H]
+    out: Array  # [N, H, D]
+    mlp_norm: Array  # [D]
+    gate: Array  # [D, F]
+    up: Array  # [D, F]
+    down: Array  # [F, D]
+
+
+@dataclasses.dataclass
+class Cached:
+    """KV of tokens, one row each, in order of where they stand."""
+
+    keys: list[Array]  # per layer f64[n, K, H], rotated at birth
+    values: list[Array]  # per layer f64[n, K, H]
+    birth: Array  # i64[n], position at which the key was rotated
+    stands: Array  # i64[n], position at which it stands now
+
+    def take(self, rows: Array, stands: Array) -> Cached:
+        return Cached(
+            [k[rows] for k in self.keys], [v[rows] for v in self.values], self.birth[rows], stands
+        )
+
+
+def frequencies(rope: Any) -> Array:
+    """Radians per position, one number at a time, as the papers define them."""
+    out = []
+    for i in range(rope.rotary_dim // 2):
+        w = rope.theta ** (-2.0 * i / rope.rotary_dim)
+        if rope.scaling == "linear":
+            w /= rope.factor
+        elif rope.scaling == "llama3":
+            length = 2 * math.pi / w
+            longest = rope.original_max_positions / rope.low_freq_factor
+            shortest = rope.original_max_positions / rope.high_freq_factor
+            if length > longest:
+                w /= rope.factor
+            elif length > shortest:
+                s = (rope.original_max_positions / length - rope.low_freq_factor) / (
+                    rope.high_freq_factor - rope.low_freq_factor
+                )
+                w = (1 - s) * w / rope.factor + s * w
+        elif rope.scaling == "yarn":
+
+            def dim(turns: float) -> float:
+                return (
+                    rope.rotary_dim
+                    * math.log(rope.original_max_positions / (turns * 2 * math.pi))
+                    / (2 * math.log(rope.theta))
+                )
+
+            low = max(math.floor(dim(rope.beta_fast)), 0)
+            high = min(math.ceil(dim(rope.beta_slow)), rope.rotary_dim - 1)
+            ramp = min(max((i - low) / max(high - low, 0.001), 0.0), 1.0)
+            w = w * (1 - ramp) + w / rope.factor * ramp
+        out.append(w)
+    return np.array(out)
+
+
+def turn(x: Array, positions: Array, rope: Any, magnitude: float = 1.0) -> Array:
+    """R(position) x for x [n, heads, H]: features i and i + rotary_dim/2 are a pair."""
+    half = rope.rotary_dim // 2
+    angle = np.asarray(positions, np.float64)[:, None, None] * frequencies(rope)
+    c, s = magnitude * np.cos(angle), magnitude * np.sin(angle)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * c - b * s, b * c + a * s, rest], -1)
+
+
+def norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+@dataclasses.dataclass
+class Decoder:
+    config: Any
+    embed: Array
+    layers: list[Layer]
+    final_norm: Array
+    unembed: Array
+
+    def empty(self) -> Cached:
+        c = self.config
+        nothing = [np.zeros((0, c.num_kv_heads, c.head_dim)) for _ in self.layers]
+        return Cached(list(nothing), list(nothing), np.zeros(0, int), np.zeros(0, int))
+
+    def logits(self, tokens: Any) -> Array:
+        """f64[n, V] of tokens at positions 0..n-1, nothing cached."""
+        return self.run(tokens, np.arange(len(tokens)), self.empty())[0]
+
+    def run(
+        self, tokens: Any, positions: Any, cached: Cached, *, rotate: bool = True
+    ) -> tuple[Array, Cached]:
+        """Computes tokens at positions over what is cached: logits f64[t, V], and all KV sorted.
+
+        `rotate=False` attends cached keys as they were born, wherever they stand.
+        """
+        c, positions = self.config, np.asarray(positions, np.int64)
+        group = c.num_heads // c.num_kv_heads
+        stands = np.concatenate([cached.stands, positions])
+        birth = np.concatenate([cached.birth, positions])
+        order = np.argsort(stands, kind="stable")
+        assert len(np.unique(stands)) == len(stands), "a position is computed twice"
+        x = self.embed[np.asarray(tokens)]
+        keys, values = [], []
+        for number, layer in enumerate(self.layers):
+            h = norm(x, layer.attn_norm, c.norm_eps)
+            q = turn(np.einsum("td,dnh->tnh", h, layer.q), positions, c.rope, c.rope.magnitude)
+            k = turn(np.einsum("td,dkh->tkh", h, layer.k), positions, c.rope, c.rope.magnitude)
+            v = np.einsum("td,dkh->tkh", h, layer.v)
+            born = np.concatenate([cached.keys[number], k])
+            v = np.concatenate([cached.values[number], v])
+            moved = turn(born, stands - birth, c.rope) if rotate else born
+            scores = np.einsum("tnh,snh->nts", q, np.repeat(moved, group, 1)) / math.sqrt(c.head_dim)
+            scores = np.where(stands <= positions[:, None], scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            attended = np.einsum("nts,snh->tnh", weights, np.repeat(v, group, 1))
+            x = x + np.einsum("tnh,nhd->td", attended, layer.out)
+            h = norm(x, layer.mlp_norm, c.norm_eps)
+            gate = h @ layer.gate
+            x = x + (gate / (1 + np.exp(-gate)) * (h @ layer.up)) @ layer.down
+            keys.append(born[order])
+            values.append(v[order])
+        logits = norm(x, self.final_norm, c.norm_eps) @ self.unembed.T
+        return logits, Cached(keys, values, birth[order], stands[order])
+
+    def greedy(self, tokens: Any, steps: int) -> list[int]:
+        out = [int(t) for t in tokens]
+        for _ in range(steps):
+            out.append(int(self.logits(out)[-1].argmax()))
+        return out[len(tokens) :]
+
+
+def decoder_of(params: Any, config: Any) -> Decoder:
+    """From weights grouped as [D, K, G queries | key | value, H] and [D, gate | up, F]."""
+
+    def f64(x: Any) -> Array:
+        return np.asarray(x).astype(np.float64)
+
+    layers = []
+    for p in params.layers:
+        qkv = f64(p.qkv)
+        d, _, g, h = qkv.shape
+        layers.append(
+            Layer(
+                attn_norm=f64(p.attn_norm),
+                q=qkv[:, :, : g - 2].reshape(d, -1, h),
+                k=qkv[:, :, g - 2],
+                v=qkv[:, :, g - 1],
+                out=f64(p.out),
+                mlp_norm=f64(p.mlp_norm),
+                gate=f64(p.gate_up)[:, 0],
+                up=f64(p.gate_up)[:, 1],
+                down=f64(p.down),
+            )
+        )
+    unembed = params.embed if params.unembed is None else params.unembed
+    return Decoder(config, f64(params.embed), layers, f64(params.final_norm), f64(unembed))
+
+
+def decoder_of_hf(tensors: dict[str, Array], config: Any) -> Decoder:
+    """From weights under their Hugging Face names, [out, in]."""
+
+    def get(name: str, *shape: int) -> Array:
+        value = tensors[name].astype(np.float64)
+        return value.T.reshape(shape) if shape else value
+
+    c, layers = config, []
+    d, n, k, h = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim
+    for i in range(c.num_layers):
+        p = f"model.layers.{i}."
+        layers.append(
+            Layer(
+                attn_norm=get(p + "input_layernorm.weight"),
+                q=get(p + "self_attn.q_proj.weight", d, n, h),
+                k=get(p + "self_attn.k_proj.weight", d, k, h),
+                v=get(p + "self_attn.v_proj.weight", d, k, h),
+                out=get(p + "self_attn.o_proj.weight", n, h, d),
+                mlp_norm=get(p + "post_attention_layernorm.weight"),
+                gate=get(p + "mlp.gate_proj.weight", d, c.mlp_dim),
+                up=get(p + "mlp.up_proj.weight", d, c.mlp_dim),
+                down=get(p + "mlp.down_proj.weight", c.mlp_dim, d),
+            )
+        )
+    embed = get("model.embed_tokens.weight")
+    unembed = embed if c.tie_embeddings else get("lm_head.weight")
+    return Decoder(c, embed, layers, get("model.norm.weight"), unembed)

@@ -1,0 +1,103 @@
+"""Steps write in place: donated pages are aliased and nothing near their size is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_config
+
+import jaxkv
+from jaxkv import steps
+from jaxkv.cache.pages import storage_dtype
+from jaxkv.model.params import abstract_params
+from jaxkv.model.sampling import SamplingInput
+
+B, P, POOL_BYTES = 2, 16, 64 << 20
+CONFIG = tiny_config()
+
+
+def i32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def abstract_pages(dtype: str) -> jaxkv.KVPages:
+    storage = storage_dtype(dtype, jax.default_backend())
+    page_bytes = CONFIG.num_layers * 2 * P * 32 * storage.itemsize
+    pages = POOL_BYTES // page_bytes
+    kv = jax.ShapeDtypeStruct((CONFIG.num_layers * pages, 2, P, 32), storage)
+    return jaxkv.KVPages(kv=kv, num_pages=pages, dtype=dtype)
+
+
+def abstract_table(deltas: int) -> jaxkv.PageTable:
+    return jaxkv.PageTable(
+        page=i32(B, 128), first=i32(B, 128), lo=i32(B, 128), hi=i32(B, 128),
+        delta_index=i32(B, 8), deltas=i32(B, deltas),
+    )  # fmt: skip
+
+
+def lower_step(pages: jaxkv.KVPages) -> Any:
+    step = jaxkv.StepInput(
+        tokens=i32(B, 16),
+        positions=i32(B, 16),
+        lengths=i32(B),
+        groups=(jaxkv.GroupInput(slots=i32(B, 16), table=abstract_table(4)),),
+    )
+    return steps._step.lower(
+        abstract_params(CONFIG), (pages,), step, config=CONFIG, logits="last", capture=False
+    )
+
+
+def lower_decode_many(pages: jaxkv.KVPages) -> Any:
+    inputs = jaxkv.DecodeInput(
+        logits=f32(B, CONFIG.vocab_size),
+        positions=i32(B),
+        limits=i32(B),
+        stop=i32(B, 4),
+        slots=(i32(B, 8),),
+        tables=(abstract_table(1),),
+        sampling=SamplingInput(
+            temperature=f32(B), top_k=i32(B), top_p=f32(B),
+            seed=jax.ShapeDtypeStruct((B,), jnp.uint32),
+        ),
+    )  # fmt: skip
+    return steps._decode_many.lower(abstract_params(CONFIG), (pages,), inputs, config=CONFIG)
+
+
+def lower_relocate(pages: jaxkv.KVPages) -> Any:
+    moves = jaxkv.Moves(source=i32(256), target=i32(256), delta=i32(256))
+    return steps._relocate.lower((pages,), (moves,), config=CONFIG)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lower", [lower_step, lower_decode_many, lower_relocate])
+def test_pages_are_updated_in_place(lower: Callable[[Any], Any], dtype: str) -> None:
+    pages = abstract_pages(dtype)
+    pool = pages.kv.size * pages.kv.dtype.itemsize
+    assert pool == POOL_BYTES
+    memory = lower(pages).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == pool
+    assert memory.temp_size_in_bytes < pool // 16
+
+
+def test_pages_of_every_kind_are_described_by_their_contract() -> None:
+    for dtype in ("float32", "bfloat16"):
+        pages = jaxkv.make_pages(CONFIG, CONFIG.groups[0], num_pages=4, page_size=8, dtype=dtype)
+        assert pages.page_size == 8
+        assert pages.num_slots == 32
+        assert pages.dtype == dtype
+        assert not np.asarray(pages.kv).any()
+        assert len(dataclasses.fields(pages)) == 3
+    with pytest.raises(jaxkv.ConfigError, match=r"kv_dtype is 'bfloat61'.*bfloat16"):
+        jaxkv.make_pages(CONFIG, CONFIG.groups[0], num_pages=4, page_size=8, dtype="bfloat61")
+    with pytest.raises(jaxkv.ConfigError, match="num_pages is 0"):
+        jaxkv.make_pages(CONFIG, CONFIG.groups[0], num_pages=0, page_size=8)
