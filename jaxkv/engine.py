@@ -99,6 +99,7 @@ class Engine:
             num_pages=num_pages,
             page_size=page_size,
             kv_dtype=self._contract.kv_dtype,
+            grid=self._grid,
             poison=poison_free_pages,
         )
         self._counters: Counter[str] = Counter()
@@ -119,6 +120,7 @@ class Engine:
           CapacityError: longer than the model's positions, or than the pool; the pool is unchanged.
         """
         started = time.perf_counter()
+        self._memory.begin()
         tokens = self._check(tokens)
         length = len(tokens)
         contract = dataclasses.replace(self._contract, tenant=domain)
@@ -126,12 +128,11 @@ class Engine:
         segments, matched, end = EMPTY_SEGMENTS, 0, MatchEnd(Cause.DISABLED, 0)
         if reuse:
             limit = length if self._grid == 1 else length - 1
-            match = self._memory.index.match(contract.digest(), tokens, limit=limit, granularity=self._grid)
+            match = self._memory.index.match(contract.digest(), tokens, limit=limit)
             segments, matched, end = match.segments, match.length, match.end
         work = plan_prompt(tokens, segments, matched)
         try:
-            grid = length // self._grid * self._grid
-            return self._apply(work, contract, end, started, grid_length=grid, publish=reuse)
+            return self._apply(work, contract, end, started, publish=reuse)
         finally:
             self._memory.release(segments[:, PAGE])
 
@@ -147,17 +148,14 @@ class Engine:
         """
         started = time.perf_counter()
         self._require_live(sequence)
-        if not isinstance(policy, Policy):
+        if isinstance(policy, type) or not isinstance(policy, Policy):
             raise ConfigError(f"policy is {policy!r}, expected a policy such as jaxkv.SCR()")
         tokens = self._check(new_tokens)
         work = plan(policy, sequence, tokens, grid=self._grid)
         whole = work.prefix == len(tokens) == len(sequence)
         end = MatchEnd(Cause.COMPLETE if whole else Cause.TOKENS, work.prefix)
-        if policy.exact:
-            grid = len(tokens) // self._grid * self._grid
-        else:
-            grid = min(sequence.grid_length, work.prefix)
-        return self._apply(work, sequence.contract, end, started, grid_length=grid)
+        on_grid = min(sequence.grid_length, work.prefix)
+        return self._apply(work, sequence.contract, end, started, grid_length=on_grid)
 
     def extend(self, sequence: Sequence, tokens: Any) -> StepResult:
         """Appends `tokens` to `sequence`, which stays as it was. Exact if the sequence is."""
@@ -295,7 +293,7 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """Counters: pages free, live and held by the index, tokens by kind, shapes compiled."""
         memory = self._memory
-        memory.collect()
+        memory.begin()
         return {
             "pages_total": memory.pool.num_pages,
             "pages_free": memory.pool.free_count,
@@ -324,12 +322,16 @@ class Engine:
         end: MatchEnd,
         started: float,
         *,
-        grid_length: int,
+        grid_length: int = 0,
         publish: bool = True,
     ) -> StepResult:
-        """Executes a plan: materializes if asked, computes, hands out, publishes, reports."""
+        """Executes a plan: materializes if asked, computes, hands out, publishes, reports.
+
+        `grid_length`: leading tokens that whole chunks computed, if the plan is not aligned itself.
+        """
         memory = self._memory
         planned = time.perf_counter()
+        on_grid = len(work.tokens) if work.aligned else grid_length
         moved = Materialized(segments=work.attended, fresh=EMPTY_SEGMENTS[:, PAGE], moved=0)
         done: Computed | None = None
         try:
@@ -363,7 +365,7 @@ class Engine:
                     copies=None if np.array_equal(attended, segments) else attended,
                     provenance=work.provenance,
                     contract=contract,
-                    grid_length=grid_length,
+                    grid_length=on_grid // self._grid * self._grid,
                     rotate=work.rotate,
                     logits=result,
                 )
@@ -457,6 +459,7 @@ class Engine:
     def _require_live(self, sequence: Sequence) -> None:
         if not isinstance(sequence, Sequence):
             raise HandleError(f"sequence is a {type(sequence).__name__}, expected a jaxkv Sequence")
+        self._memory.begin()
         if sequence.id not in self._memory.live:
             raise HandleError(
                 f"sequence {sequence.id} was released or is another engine's, expected a live one"

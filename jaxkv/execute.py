@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, HI, LO, concatenate, slots_of
@@ -106,7 +105,7 @@ def compute(
             outputs.append((out.replace(pages=()), count))  # type: ignore[attr-defined]
             shapes.add(("step", shape, *table.page.shape, table.deltas.shape[1], logits, capture))
             done += count
-        jax.block_until_ready([out.logits for out, _ in outputs])
+        memory.wait([out.logits for out, _ in outputs])
     except BaseException:
         memory.release(placement.fresh)
         raise
@@ -140,7 +139,7 @@ def materialize(memory: Memory, segments: Int32) -> Materialized:
             padded[:, :count] = source[part], placement.slots[part], deltas[part]
             moves = Moves(source=padded[0], target=padded[1], delta=padded[2])
             memory.pages = memory.run(relocate, memory.pages, (moves,), config=memory.config)
-        jax.block_until_ready(memory.pages)
+        memory.wait(memory.pages)
     except BaseException:
         memory.release(placement.fresh)
         raise

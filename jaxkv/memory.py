@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from jaxkv.cache.pages import make_pages, poison_pages
@@ -32,14 +33,22 @@ class Memory:
     """Pages on the device and who holds them."""
 
     def __init__(
-        self, config: ModelConfig, *, num_pages: int, page_size: int, kv_dtype: str, poison: bool
+        self,
+        config: ModelConfig,
+        *,
+        num_pages: int,
+        page_size: int,
+        kv_dtype: str,
+        grid: int,
+        poison: bool,
     ) -> None:
         self.config = config
         self.kv_dtype = kv_dtype
         self.poison = poison
         self.pool = PagePool(num_pages, page_size)
-        self.index = PrefixIndex(self.pool)
+        self.index = PrefixIndex(self.pool, grid=grid)
         self.live: dict[int, Int32] = {}  # held pages of every sequence handed out, by id
+        self._lost = False
         self._collected: collections.deque[int] = collections.deque()
         self.pages = self._make_pages()
 
@@ -59,21 +68,39 @@ class Memory:
             pages = tuple(poison_pages(group, everything) for group in pages)
         return pages
 
+    def begin(self) -> None:
+        """Starts a call: releases what was garbage-collected, and what a failed step lost."""
+        self.collect()
+        if self._lost:
+            self._lost = False
+            self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
+            self.index = PrefixIndex(self.pool, grid=self.index.grid)
+            self.pages = self._make_pages()
+
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a step that takes the pages. If it fails after taking them, all is lost, and said so."""
         try:
             return step(*args, **kwargs)
         except BaseException as error:
             if any(group.kv.is_deleted() for group in self.pages):
-                self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
-                self.index = PrefixIndex(self.pool)
-                self.live.clear()
-                self.pages = self._make_pages()
-                raise HandleError(
-                    "a step failed after its pages were donated, so all sequences of this engine are "
-                    "released and its cache is empty"
-                ) from error
+                raise self._lose() from error
             raise
+
+    def wait(self, values: Any) -> None:
+        """Waits for a step's results: only now is it known that it succeeded."""
+        try:
+            jax.block_until_ready(values)
+        except Exception as error:
+            raise self._lose() from error
+
+    def _lose(self) -> HandleError:
+        # The pool is rebuilt by the next call: whoever is still unwinding gives back pages of this one.
+        self.live.clear()
+        self._lost = True
+        return HandleError(
+            "a step failed after its pages were donated, so all sequences of this engine are "
+            "released and its cache is empty"
+        )
 
     def place(self, base: Int32, positions: Int32, claimed: set[int] | None = None) -> Placement:
         """Slots for `positions`, after evicting as many cached pages as they need."""
@@ -111,7 +138,7 @@ class Memory:
 
     def release(self, pages: Int32) -> None:
         """Gives back one reference for each entry."""
-        if len(pages):
+        if len(pages) and not self._lost:
             self._freed(self.pool.release(pages))
 
     def _freed(self, pages: Int32) -> None:
@@ -120,6 +147,6 @@ class Memory:
 
     def check(self) -> None:
         """Integrity: live sequences and the index account for every reference, or a HandleError."""
-        self.collect()
+        self.begin()
         self.index.check()
         self.pool.check([*self.live.values(), *self.index.references()])

@@ -23,7 +23,10 @@ def check_tokens(tokens: Any, vocab_size: int, what: str = "tokens") -> Int32:
     Raises:
       TokenError: empty, not one-dimensional, not integers, or an id outside 0..vocab_size-1.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:
+        raise TokenError(f"{what} are ragged, expected one dimension of token ids") from None
     if array.ndim != 1:
         raise TokenError(f"{what} have shape {array.shape}, expected one dimension")
     if array.size == 0:

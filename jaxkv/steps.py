@@ -174,7 +174,7 @@ def decode_many(params: Params, pages: Pages, inputs: DecodeInput, *, config: Mo
 def _relocate_group(group: KVPages, moves: Moves, config: ModelConfig) -> KVPages:
     # R(-d) is R(d) transposed: cosine even, sine odd. Tables start at position 0.
     cos, sin = rope_angles(jnp.abs(moves.delta), config.rope, config.max_positions)
-    cos, sin = cos[:, None], (sin * jnp.sign(moves.delta)[:, None])[:, None]
+    cos, sin = cos[:, None], (sin * jnp.sign(moves.delta).astype(jnp.float32)[:, None])[:, None]
     head_dim = config.head_dim
 
     def copy_layer(layer: Array, pages: KVPages) -> KVPages:

@@ -48,8 +48,7 @@ class CacheContract:
             value, kind = getattr(self, field.name), _kind(field)
             if type(value) is not kind:
                 raise ConfigError(
-                    f"contract field {field.name} is a {type(value).__name__}, "
-                    f"expected {kind.__name__}"
+                    f"contract field {field.name} is a {type(value).__name__}, expected {kind.__name__}"
                 )
             if isinstance(value, int) and not 0 < value < 2**63:
                 raise ConfigError(
@@ -82,9 +81,7 @@ class CacheContract:
             expected = _INT if _kind(field) is int else _STR
             kind, at = data[at : at + 1], at + 1
             if kind != expected:
-                raise FormatError(
-                    f"contract field {field.name} has type {kind!r}, expected {expected!r}"
-                )
+                raise FormatError(f"contract field {field.name} has type {kind!r}, expected {expected!r}")
             raw, at = _read_sized(data, at)
             try:
                 text = raw.decode("utf-8", "surrogatepass")
@@ -94,9 +91,7 @@ class CacheContract:
                     f"contract field {field.name} is {raw[:40]!r}, expected a readable value"
                 ) from error
         if at != len(data):
-            raise FormatError(
-                f"contract has {len(data) - at} bytes behind its last field, expected 0"
-            )
+            raise FormatError(f"contract has {len(data) - at} bytes behind its last field, expected 0")
         try:
             contract = cls(**values)
         except ConfigError as error:

@@ -16,6 +16,7 @@ class Cause(enum.StrEnum):
     LAST_TOKEN = "last_token"  # all but the last token: one has to be computed for its logits
     LIMIT = "limit"  # the caller asked for no more
     TOKENS = "tokens"  # what is cached here goes on with another token
+    CHUNK = "chunk"  # no cached chunk goes on with these tokens (chunk granularity only)
     EXHAUSTED = "exhausted"  # what is cached here ends
     ABSENT = "absent"  # nothing is cached under this contract
     GRANULARITY = "granularity"  # cut back to the chunk grid
@@ -27,6 +28,7 @@ _EXPLANATIONS = {
     Cause.LAST_TOKEN: "all but the last token is cached; that one, at position {at}, is computed",
     Cause.LIMIT: "the match was limited to {at} tokens",
     Cause.TOKENS: "tokens differ at position {at}",
+    Cause.CHUNK: "the chunk from position {at} on is not cached",
     Cause.EXHAUSTED: "the cached run ends at position {at}",
     Cause.ABSENT: "nothing is cached under this contract",
     Cause.GRANULARITY: "cut back to the chunk grid at position {at}",

@@ -94,14 +94,15 @@ def write_slots(pages: KVPages, layer: int | Array, slots: Array, keys: Array, v
     Args:
       pages: the pages of the layer's group.
       layer: index of the layer within its group.
-      slots: i32[...], page·P + offset; `pages.num_slots` drops the write.
+      slots: i32[...], page·P + offset; `pages.num_slots`, like any other slot outside the pool,
+        drops the write.
       keys, values: float32[..., K, H].
     """
     kv_heads, head_dim = keys.shape[-2:]
     slots = slots.reshape(-1)
     page, offset = slots // pages.page_size, slots % pages.page_size
     # A dropped slot must leave the array as a whole, not land on the next layer's first page.
-    row = jnp.where(page < pages.num_pages, page + layer * pages.num_pages, pages.kv.shape[0])
+    row = jnp.where((page >= 0) & (page < pages.num_pages), page + layer * pages.num_pages, pages.kv.shape[0])
     rows = jnp.concatenate([keys, values], -1).reshape(-1, kv_heads, 2 * head_dim)
     kv = pages.kv.at[row, :, offset].set(_encode(rows, pages), mode="drop")
     return pages.replace(kv=kv)  # type: ignore[attr-defined]

@@ -68,9 +68,7 @@ class PagePool:
         at = as_int32("births", births)
         n = len(at)
         if n > self._top:
-            raise CapacityError(
-                f"{n} pages are needed, {self._top} are free of {self.num_pages} in the pool"
-            )
+            raise CapacityError(f"{n} pages are needed, {self._top} are free of {self.num_pages} in the pool")
         if n and at.min() < 0:
             raise HandleError(f"births holds {at.min()}, expected positions of 0 or more")
         taken = self._free[self._top - n : self._top][::-1].copy()
@@ -167,8 +165,7 @@ class PagePool:
         if (wrong := np.flatnonzero(free != (self.refcount == 0))).size:
             page = wrong[0]
             raise HandleError(
-                f"page {page} is {free[page]} times in the free list "
-                f"and has {self.refcount[page]} references"
+                f"page {page} is {free[page]} times in the free list and has {self.refcount[page]} references"
             )
         if (self.filled < 0).any() or (self.filled > self.page_size).any():
             raise HandleError(f"a page is filled outside 0 to {self.page_size} slots")

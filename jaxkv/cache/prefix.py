@@ -1,8 +1,10 @@
 """Which tokens are cached, where, and since when: a radix tree over tokens, not over pages.
 
-Edges end at any token. Children are found by their first token, and tokens are always compared: a
-key is only an index. Roots are digests of cache contracts, so nothing is shared between two of
-them. Loops run over the nodes of one path; tokens and pages are handled by whole-array operations.
+Edges end at any token, or only on a grid of chunks. On a grid no page is shared in part: rows of two
+pages would shift what attention folds together, and with it the last bits. Children are found by
+their first token (chunk), and tokens are always compared: a key is only an index. Roots are digests
+of cache contracts, so nothing is shared between two of them. Loops run over the nodes of one path;
+tokens and pages are handled by whole-array operations.
 
 References: a node holds one for each of its segment rows. `PrefixIndex.match` takes one for each
 row that it returns, **on behalf of the caller**, so that eviction between match and use takes
@@ -12,6 +14,7 @@ nothing.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -31,16 +34,20 @@ _NO_PAGES = EMPTY_SEGMENTS[:, PAGE]
 
 
 class PrefixIndex:
-    """Token-granular radix tree over the pages of one pool; see the module for who holds what.
+    """Radix tree of token runs over the pages of one pool; see the module for who holds what.
 
     Attributes:
       pool: the pages that segments refer to.
+      grid: nodes begin and end on multiples of this, in tokens; 1 is token granularity.
       nodes: nodes in all trees, roots not counted.
       tokens: tokens in all trees.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, *, grid: int = 1) -> None:
+        if grid < 1:
+            raise ConfigError(f"grid is {grid}, expected at least 1 token")
         self.pool = pool
+        self.grid = grid
         self.nodes = 0
         self.tokens = 0
         self._roots: dict[bytes, Node] = {}
@@ -75,7 +82,7 @@ class PrefixIndex:
           root: the digest of the cache contract.
           tokens: i32[n], the prompt.
           limit: match at most this many tokens; n - 1 leaves one to compute.
-          granularity: the length is cut back to a multiple of this, in tokens.
+          granularity: the length is cut back to a multiple of this and of the grid, in tokens.
         Raises:
           TokenError: the tokens are not a one-dimensional int32 array.
           ConfigError: a negative limit, or a granularity below 1.
@@ -87,7 +94,8 @@ class PrefixIndex:
             raise ConfigError(f"granularity is {granularity}, expected at least 1 token")
         wanted = len(prompt) if limit is None else min(limit, len(prompt))
         path, end = self._walk(self._roots.get(root), prompt, wanted)
-        length = end.position // granularity * granularity
+        step = math.lcm(granularity, self.grid)
+        length = end.position // step * step
         if length < end.position:
             end = MatchEnd(Cause.GRANULARITY, length, before=end)
         self._touch(path)
@@ -114,6 +122,8 @@ class PrefixIndex:
         prompt = as_int32("tokens", tokens, TokenError)
         n = len(prompt)
         require_exact(segments, n, self.pool)
+        if n % self.grid:
+            raise HandleError(f"{n} tokens are published, expected a multiple of the grid {self.grid}")
         if n == 0:
             return 0
         top = self._roots.get(root)
@@ -121,15 +131,17 @@ class PrefixIndex:
             top = self._roots[root] = Node(None, 0, b"", EMPTY_SEGMENTS, 0)
         path, end = self._walk(top, prompt, n)
         self._touch(path)
-        at = end.position
+        at = end.position // self.grid * self.grid
         if at == n:
             return 0
+        while path and path[-1].start >= at:  # they agree in less than their first chunk
+            path.pop()
         parent = path[-1] if path else top
         if at < parent.end:
             parent = self._split(parent, at)
         leaf = Node(parent, at, prompt[at:].tobytes(), cut(segments, at, n), self._clock)
         self._take(leaf.segments[:, PAGE])
-        parent.children[prompt.item(at)] = leaf
+        parent.children[self._file(leaf)] = leaf
         self._push(leaf)
         self.nodes += 1
         self.tokens += n - at
@@ -189,7 +201,7 @@ class PrefixIndex:
         leaves = set()
         for top in self._roots.values():
             for node in below(top):
-                check_node(node, self.pool)
+                check_node(node, self.pool, self.grid)
                 nodes += 1
                 tokens += node.end - node.start
                 if not node.children:
@@ -217,21 +229,28 @@ class PrefixIndex:
         node, at = top, 0
         while at < wanted:
             assert node is not None
-            child = node.children.get(tokens.item(at))
+            if wanted - at < self.grid:
+                return path, MatchEnd(Cause.GRANULARITY, at)
+            child = node.children.get(text[TOKEN_BYTES * at : TOKEN_BYTES * (at + self.grid)])
             if child is None:
-                return path, MatchEnd(Cause.TOKENS if node.children else Cause.EXHAUSTED, at)
+                differs = Cause.TOKENS if self.grid == 1 else Cause.CHUNK
+                return path, MatchEnd(differs if node.children else Cause.EXHAUSTED, at)
             path.append(child)
             if not text.startswith(child.key, TOKEN_BYTES * at):
                 if not child.key.startswith(text[TOKEN_BYTES * at :]):
                     run = child.tokens[: wanted - at]
-                    differs = run != tokens[at : at + len(run)]
-                    return path, MatchEnd(Cause.TOKENS, at + int(differs.argmax()))
+                    unequal = run != tokens[at : at + len(run)]
+                    return path, MatchEnd(Cause.TOKENS, at + int(unequal.argmax()))
                 break
             at, node = child.end, child
         if wanted == len(tokens):
             return path, MatchEnd(Cause.COMPLETE, wanted)
         cause = Cause.LAST_TOKEN if wanted == len(tokens) - 1 else Cause.LIMIT
         return path, MatchEnd(cause, wanted)
+
+    def _file(self, node: Node) -> bytes:
+        """What a node is filed under at its parent."""
+        return node.key[: TOKEN_BYTES * self.grid]
 
     def _touch(self, path: list[Node]) -> None:
         self._clock = clock = self._clock + 1
@@ -249,15 +268,15 @@ class PrefixIndex:
         node.hold(at, node.key[byte:], cut(node.segments, at, node.end))
         if len(upper) + len(node.segments) > rows:  # both refer to the page in which the cut lies
             self._take(node.segments[:1, PAGE])
-        parent.children[head.tokens.item(0)] = head
-        head.children[node.tokens.item(0)] = node
+        parent.children[self._file(head)] = head
+        head.children[self._file(node)] = node
         self.nodes += 1
         return head
 
     def _remove(self, leaf: Node) -> Int32:
         parent = leaf.parent
         assert parent is not None
-        del parent.children[leaf.tokens.item(0)]
+        del parent.children[self._file(leaf)]
         leaf.parent = None
         self.nodes -= 1
         self.tokens -= leaf.end - leaf.start

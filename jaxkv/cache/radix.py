@@ -34,11 +34,9 @@ class Node:
         "start",
     )
 
-    def __init__(
-        self, parent: Node | None, start: int, key: bytes, segments: Int32, stamp: int
-    ) -> None:
+    def __init__(self, parent: Node | None, start: int, key: bytes, segments: Int32, stamp: int) -> None:
         self.parent = parent  # None: a root, or no longer in the tree
-        self.children: dict[int, Node] = {}  # by first token
+        self.children: dict[bytes, Node] = {}  # by first token, or first chunk of tokens
         self.stamp = stamp  # time of the last match or insert that passed here
         self.queued = False  # whether the eviction heap has an entry for this node
         self.hold(start, key, segments)
@@ -123,9 +121,7 @@ def require_exact(segments: Int32, n: int, pool: PagePool) -> None:
       HandleError: wrong form, gaps, pages outside the pool or free, slots not written.
     """
     if segments.ndim != 2 or segments.shape[1] != 4 or segments.dtype != np.int32:
-        raise HandleError(
-            f"segments are {segments.dtype}{list(segments.shape)}, expected int32[W, 4]"
-        )
+        raise HandleError(f"segments are {segments.dtype}{list(segments.shape)}, expected int32[W, 4]")
     if not len(segments) or not n:
         if len(segments) or n:
             raise HandleError(f"{len(segments)} segments are given for {n} tokens")
@@ -154,14 +150,16 @@ def require_exact(segments: Int32, n: int, pool: PagePool) -> None:
         )
 
 
-def check_node(node: Node, pool: PagePool) -> None:
+def check_node(node: Node, pool: PagePool, grid: int) -> None:
     """Integrity of one node against its parent and the pool; raises HandleError."""
     parent, rows = node.parent, node.segments
     where = f"the node at positions {node.start} to {node.end}"
     if parent is None or node.start != parent.end or node.start >= node.end:
         raise HandleError(f"{where} does not follow its parent")
-    if parent.children.get(int(node.tokens[0])) is not node:
-        raise HandleError(f"{where} is not filed under its first token")
+    if node.start % grid or node.end % grid:
+        raise HandleError(f"{where} is off the grid of {grid} tokens")
+    if parent.children.get(node.key[: TOKEN_BYTES * grid]) is not node:
+        raise HandleError(f"{where} is not filed under its first tokens")
     if parent.parent is not None and node.stamp > parent.stamp:
         raise HandleError(f"{where} is younger than its parent")
     if not node.children and not node.queued:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from flax import struct
 
-from jaxkv.errors import CapacityError
+from jaxkv.errors import CapacityError, HandleError
 from jaxkv.typing import Array, Int32
 
 BLOCK_SLOTS = 256  # keys that share one rotated query; also what one attention step folds in
@@ -55,6 +55,21 @@ def bucket(n: int, minimum: int = 1) -> int:
     return size
 
 
+def _require_segments(segments: Int32, num_pages: int, page_size: int) -> None:
+    # On the device an id outside the pool would be clamped to some other page, silently.
+    if not len(segments):
+        return
+    page, lo, hi, first = segments.T
+    if page.min() < 0 or page.max() >= num_pages:
+        bad = int(page[(page < 0) | (page >= num_pages)][0])
+        raise HandleError(f"a segment names page {bad}, expected 0 to {num_pages - 1}")
+    if lo.min() < 0 or (lo >= hi).any() or hi.max() > page_size or (first + lo).min() < 0:
+        raise HandleError(
+            f"a segment has slots or positions outside its page, expected 0 <= lo < hi <= {page_size} "
+            "and positions of 0 or more"
+        )
+
+
 def build_table(
     rows: list[tuple[Int32, Int32]],
     *,
@@ -76,7 +91,10 @@ def build_table(
 
     Raises:
       CapacityError: a row has more distinct deltas than `max_deltas`, zero included.
+      HandleError: a segment names a page or slots that do not exist.
     """
+    for segments, _ in rows:
+        _require_segments(segments, num_pages, page_size)
     block = block_entries(page_size)
     placed: list[tuple[Int32, Int32, list[int], Int32]] = []
     for segments, delta in rows:

@@ -40,9 +40,7 @@ def _raise(message: str) -> None:
     raise _TemplateError(message)
 
 
-def _tojson(
-    value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any
-) -> str:
+def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -138,13 +138,9 @@ def load_checkpoint(path: str | Path, *, dtype: str | None = None) -> Model:
             tree = reader.restore(path / _WEIGHTS, args=arguments)
     except Exception as error:  # Orbax and TensorStore raise whatever their layer raises
         reason = " ".join(str(error).split())[:200]
-        raise FormatError(
-            f"{path}: the weights cannot be read ({reason}): {_remedy(path)}"
-        ) from error
+        raise FormatError(f"{path}: the weights cannot be read ({reason}): {_remedy(path)}") from error
     params = _from_tree(tree, config)
-    for (key, leaf), want in zip(
-        jax.tree.leaves_with_path(params), jax.tree.leaves(expected), strict=True
-    ):
+    for (key, leaf), want in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(expected), strict=True):
         if leaf.shape != want.shape or leaf.dtype != want.dtype:
             raise FormatError(
                 f"{path}: weights{jax.tree_util.keystr(key)} is {leaf.dtype}{list(leaf.shape)}, "
@@ -190,9 +186,7 @@ def _check_files(directory: Path, manifest: dict[str, list[Any]]) -> None:
             found = file.stat().st_size
             same = found == size and sha256(file) == digest
         except OSError as error:
-            raise FormatError(
-                f"{file}: cannot be read ({error.strerror or error}), {remedy}"
-            ) from error
+            raise FormatError(f"{file}: cannot be read ({error.strerror or error}), {remedy}") from error
         if found != size:
             raise FormatError(f"{file}: has {found} bytes, expected {size}: {remedy}")
         if not same:
@@ -216,9 +210,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
         claimed = body.pop("digest")
         version = body["format_version"]
     except OSError as error:
-        raise FormatError(
-            f"{path}: {METADATA} cannot be read: {error.strerror or error}"
-        ) from error
+        raise FormatError(f"{path}: {METADATA} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise FormatError(f"{path}: {METADATA} is truncated or corrupt: {_remedy(path)}") from error
     if version != FORMAT_VERSION:

@@ -92,9 +92,7 @@ def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> Model
         norm_eps=fields.number("rms_norm_eps"),
         tie_embeddings=fields.flag("tie_word_embeddings"),
         bos_token_id=bos if bos is None else fields.integer("bos_token_id"),
-        eos_token_ids=tuple(
-            _Fields({"eos_token_id": e}, where).integer("eos_token_id") for e in eos_ids
-        ),
+        eos_token_ids=tuple(_Fields({"eos_token_id": e}, where).integer("eos_token_id") for e in eos_ids),
     )
 
 
@@ -228,9 +226,7 @@ def _rope_from_gguf(
         scale = 0.1 * math.log(values["factor"]) + 1.0 if values["factor"] > 1 else 1.0
         attn = fields.number("rope.scaling.yarn_attn_factor", 1.0)
         values.update(
-            original_max_positions=fields.integer(
-                "rope.scaling.original_context_length", positions
-            ),
+            original_max_positions=fields.integer("rope.scaling.original_context_length", positions),
             beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
             magnitude=scale * attn * fields.number("rope.scaling.attn_factor", 1.0),
@@ -253,8 +249,7 @@ def _llama3_from_factors(where: str, values: dict[str, Any], factors: Float32) -
     half = values["rotary_dim"] // 2
     if factors.shape != (half,) or not np.all(np.isfinite(factors)) or np.any(factors <= 0):
         raise FormatError(
-            f"{where}: rope factors have shape {list(factors.shape)}, "
-            f"expected {half} positive finite numbers"
+            f"{where}: rope factors have shape {list(factors.shape)}, expected {half} positive finite numbers"
         )
     plain = _rope_config(where, values)
     if np.all(factors == 1):
@@ -293,7 +288,6 @@ def _model_config(where: str, **values: Any) -> ModelConfig:
         for i in ids:
             if i is not None and i >= config.vocab_size:
                 raise FormatError(
-                    f"{where}: {name} token id is {i}, "
-                    f"expected under vocab_size {config.vocab_size}"
+                    f"{where}: {name} token id is {i}, expected under vocab_size {config.vocab_size}"
                 )
     return config

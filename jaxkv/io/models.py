@@ -99,9 +99,7 @@ def _load_named(model: NamedModel, dtype: str, cache: Path, report: Progress) ->
                 loaded = _load_gguf(gguf, "float32", report)
                 report("save", 0, 0)
                 origin = f"{model.requirement} {model.member} sha256:{model.gguf_sha256}"
-                loaded = dataclasses.replace(
-                    loaded, name=model.name, source=origin, license=model.license
-                )
+                loaded = dataclasses.replace(loaded, name=model.name, source=origin, license=model.license)
                 save_checkpoint(directory, loaded)
                 del loaded
         except OSError as error:
@@ -142,9 +140,7 @@ def _load_hf(path: Path, dtype: str, report: Progress) -> Model:
 
 
 def _looks_like_hub_name(name: str) -> bool:
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not name.endswith(
-        ".gguf"
-    )
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None and not name.endswith(".gguf")
 
 
 def _load_hub(name: str, dtype: str, report: Progress) -> Model:

@@ -72,9 +72,7 @@ def open_safetensors(path: str | Path) -> dict[str, TensorSource]:
             name=name,
             shape=tuple(info["shape"]),
             type=info["dtype"],
-            data=np.asarray(
-                data[start + info["data_offsets"][0] : start + info["data_offsets"][1]]
-            ),
+            data=np.asarray(data[start + info["data_offsets"][0] : start + info["data_offsets"][1]]),
             where=where,
         )
         for name, info in header.items()
@@ -130,9 +128,7 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         if required:
-            raise FormatError(
-                f"{where}: is missing, expected a Hugging Face model directory"
-            ) from error
+            raise FormatError(f"{where}: is missing, expected a Hugging Face model directory") from error
         return {}
     except OSError as error:
         raise FormatError(f"{where}: cannot be read: {error.strerror or error}") from error
@@ -151,9 +147,7 @@ def _all_tensors(path: Path) -> dict[str, TensorSource]:
         return open_safetensors(path / _SINGLE)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise FormatError(
-            f"{path.name}/{_INDEX}: weight_map is missing, expected tensor -> file name"
-        )
+        raise FormatError(f"{path.name}/{_INDEX}: weight_map is missing, expected tensor -> file name")
     tensors: dict[str, TensorSource] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard:
@@ -163,9 +157,7 @@ def _all_tensors(path: Path) -> dict[str, TensorSource]:
         held = open_safetensors(path / shard)
         for name in (n for n, s in weight_map.items() if s == shard):
             if name not in held:
-                raise FormatError(
-                    f"{path.name}/{shard}: tensor '{name}' is missing, {_INDEX} names it"
-                )
+                raise FormatError(f"{path.name}/{shard}: tensor '{name}' is missing, {_INDEX} names it")
             tensors[name] = held[name]
     return tensors
 

@@ -35,9 +35,7 @@ def _message(field: int, value: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(value)) + value
 
 
-def sentencepiece_model(
-    metadata: dict[str, Any], tokens: list[str], types: list[int], where: str
-) -> bytes:
+def sentencepiece_model(metadata: dict[str, Any], tokens: list[str], types: list[int], where: str) -> bytes:
     """Returns a serialized ModelProto.
 
     Args:

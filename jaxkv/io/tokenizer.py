@@ -127,9 +127,7 @@ class _Base:
     def _finish(self, ids: list[int], add_bos: bool) -> Int32:
         if add_bos:
             if self.bos_id is None:
-                raise TokenError(
-                    f"{self.where}: add_bos is True, expected False: there is no BOS token"
-                )
+                raise TokenError(f"{self.where}: add_bos is True, expected False: there is no BOS token")
             ids = [self.bos_id, *ids]
         return np.asarray(ids, np.int32)
 
@@ -145,8 +143,7 @@ class _Base:
         bad = np.flatnonzero((array < 0) | (array >= self.vocab_size))
         if bad.size:
             raise TokenError(
-                f"token id at index {bad[0]} is {array[bad[0]]}, "
-                f"expected 0 to {self.vocab_size - 1}"
+                f"token id at index {bad[0]} is {array[bad[0]]}, expected 0 to {self.vocab_size - 1}"
             )
         result: list[int] = array.tolist()
         return result
@@ -202,9 +199,7 @@ class SentencePieceTokenizer(_Base):
             raise FormatError(f"{where}: the SentencePiece model has no pieces")
         self._check_special()
         self._control = {
-            self._model.id_to_piece(i): i
-            for i in range(self.vocab_size)
-            if self._model.is_control(i)
+            self._model.id_to_piece(i): i for i in range(self.vocab_size) if self._model.is_control(i)
         }
         longest = sorted(self._control, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest))) if longest else None
@@ -243,9 +238,7 @@ def _from_json(definition: dict[str, Any], where: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(definition["json"])
     except Exception as error:  # the library raises bare Exception for malformed input
-        raise FormatError(
-            f"{where}: not a tokenizer.json that the tokenizers library reads"
-        ) from error
+        raise FormatError(f"{where}: not a tokenizer.json that the tokenizers library reads") from error
 
 
 def _from_lists(definition: dict[str, Any], where: str) -> tokenizers.Tokenizer:
@@ -254,9 +247,7 @@ def _from_lists(definition: dict[str, Any], where: str) -> tokenizers.Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in definition["merges"]]
     for pair in merges:
         if len(pair) != 2 or not all(p in vocab for p in (*pair, "".join(pair))):
-            raise FormatError(
-                f"{where}: merge {' '.join(pair)!r} is not of two tokens giving a third"
-            )
+            raise FormatError(f"{where}: merge {' '.join(pair)!r} is not of two tokens giving a third")
     normalizer, pre, ignore_merges = pre_tokenizer(definition["pre"], where)
     model = tokenizers.models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges)
     tokenizer = tokenizers.Tokenizer(model)
@@ -282,9 +273,7 @@ def tokenizer_from_definition(definition: dict[str, Any], where: str = "tokenize
     }
     kind = definition.get("kind")
     if kind not in kinds:
-        raise FormatError(
-            f"{where}: tokenizer kind is {kind!r}, expected one of {', '.join(kinds)}"
-        )
+        raise FormatError(f"{where}: tokenizer kind is {kind!r}, expected one of {', '.join(kinds)}")
     try:
         return kinds[kind](definition, where)
     except KeyError as error:
@@ -307,9 +296,7 @@ def tokenizer_from_gguf(metadata: dict[str, Any], where: str = "gguf") -> Tokeni
     if not isinstance(types, list) or len(types) != len(tokens):
         raise FormatError(f"{where}: tokenizer.ggml.token_type does not have {len(tokens)} entries")
     if len(set(tokens)) != len(tokens):
-        raise FormatError(
-            f"{where}: tokenizer.ggml.tokens has duplicates, expected distinct tokens"
-        )
+        raise FormatError(f"{where}: tokenizer.ggml.tokens has duplicates, expected distinct tokens")
     eos = [_special(metadata, kind, where) for kind in ("eos", "eot", "eom")]
     template = metadata.get("tokenizer.chat_template")
     definition: dict[str, Any] = {

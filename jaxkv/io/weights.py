@@ -94,12 +94,9 @@ def build_params(
         expected = part_shape(wanted[name], config)
         if tuple(source.shape) != expected:
             raise FormatError(
-                f"{where}: tensor '{name}' has shape {list(source.shape)}, "
-                f"expected {list(expected)}"
+                f"{where}: tensor '{name}' has shape {list(source.shape)}, expected {list(expected)}"
             )
-    reader = _Reader(
-        config, tensors, names, dtype_of(dtype), where, interleaved, len(wanted), progress
-    )
+    reader = _Reader(config, tensors, names, dtype_of(dtype), where, interleaved, len(wanted), progress)
     return Params(
         embed=reader.table("embed"),
         layers=tuple(reader.layer(i) for i in range(config.num_layers)),
@@ -129,9 +126,7 @@ class _Reader:
         )
         self.done = 0
 
-    def fill(
-        self, part: str, layer: int | None, put: Callable[[int, int, Any], None], step: int
-    ) -> None:
+    def fill(self, part: str, layer: int | None, put: Callable[[int, int, Any], None], step: int) -> None:
         """Calls put(lo, hi, rows) over the part's rows, a multiple of `step` at a time."""
         name = self.names[part].format(i=layer)
         source = self.tensors[name]
@@ -141,9 +136,7 @@ class _Reader:
             hi = min(lo + chunk, source.shape[0])
             rows = source.rows(lo, hi)
             if not np.isfinite(rows).all():
-                raise FormatError(
-                    f"{self.where}: tensor '{name}' holds numbers that are not finite"
-                )
+                raise FormatError(f"{self.where}: tensor '{name}' holds numbers that are not finite")
             put(lo, hi, rows)
         self.done += 1
         if self.progress:

@@ -35,7 +35,8 @@ def sample(logits: Array, params: SamplingInput, positions: Array) -> Array:
         rank = jnp.arange(vocab)
         in_k = rank < jnp.where(params.top_k > 0, params.top_k, vocab)[:, None]
         probs = jax.nn.softmax(jnp.where(in_k, ordered, -jnp.inf), axis=-1)
-        in_p = jnp.cumsum(probs, axis=-1) - probs < params.top_p[:, None]
+        before = jnp.cumsum(probs, axis=-1) - probs
+        in_p = (before < params.top_p[:, None]) | (params.top_p >= 1)[:, None]
         kept = (in_k & in_p).at[:, 0].set(True)
         floor = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         masked = jnp.where(scaled >= floor, scaled, -jnp.inf)

@@ -80,9 +80,7 @@ def diff(
         longest = np.lexsort((j, -n))[:max_spans]
         i, j, n = i[longest], j[longest], n[longest]
     order = np.argsort(j)
-    places = zip(
-        (i[order] + prefix).tolist(), (j[order] + prefix).tolist(), n[order].tolist(), strict=True
-    )
+    places = zip((i[order] + prefix).tolist(), (j[order] + prefix).tolist(), n[order].tolist(), strict=True)
     head = (Span(0, 0, prefix),) if prefix else ()
     return (*head, *(Span(*place) for place in places))
 
@@ -130,9 +128,7 @@ class _Search:
     def _seeded(self, k: int) -> None:
         """Takes runs around k-grams that agree, as long as it pays."""
         for _ in range(_ROUNDS):
-            left = min(
-                np.count_nonzero(self.a != _TAKEN_OLD), np.count_nonzero(self.b != _TAKEN_NEW)
-            )
+            left = min(np.count_nonzero(self.a != _TAKEN_OLD), np.count_nonzero(self.b != _TAKEN_NEW))
             if left < k:
                 return
             groups = self._groups(k)

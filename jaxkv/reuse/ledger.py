@@ -53,8 +53,7 @@ def prefix_reuse_flops(
     """
     if not 0 <= reused <= prompt or generated < 0:
         raise ConfigError(
-            f"reused is {reused} and generated {generated}, "
-            f"expected 0 to the prompt's {prompt} and 0 or more"
+            f"reused is {reused} and generated {generated}, expected 0 to the prompt's {prompt} and 0 or more"
         )
     attended = (prompt**2 - reused**2) / 2 + generated * prompt + generated**2 / 2
     return c_token * (prompt - reused + generated) + c_attn * attended
@@ -79,8 +78,7 @@ class Ledger:
 
     def __post_init__(self) -> None:
         counts = {
-            name: getattr(self, name)
-            for name in ("prompt", "matched", "relocated", "forwarded", "dropped")
+            name: getattr(self, name) for name in ("prompt", "matched", "relocated", "forwarded", "dropped")
         }
         for name, value in counts.items():
             if value < 0:
@@ -143,16 +141,13 @@ def make_ledger(
     seen: list[npt.NDArray[np.int64]] = []
     beyond = beyond_prompt or {}
     if both := causes.keys() & beyond.keys():
-        raise ConfigError(
-            f"cause '{min(both)}' is both in causes and in beyond_prompt, expected one"
-        )
+        raise ConfigError(f"cause '{min(both)}' is both in causes and in beyond_prompt, expected one")
     for cause, (positions, keys) in (*causes.items(), *beyond.items()):
         at = np.asarray(positions, np.int64).reshape(-1)
         attended = np.asarray(keys, np.int64).reshape(-1)
         if at.shape != attended.shape:
             raise ConfigError(
-                f"cause '{cause}' has {at.size} positions and {attended.size} key counts, "
-                "expected as many"
+                f"cause '{cause}' has {at.size} positions and {attended.size} key counts, expected as many"
             )
         if attended.size and attended.min() < 1:
             raise ConfigError(f"cause '{cause}' attends {attended.min()} keys, expected 1 or more")
@@ -162,9 +157,7 @@ def make_ledger(
             seen.append(at)
     forwarded = sum(counts.values())
     if seen and (repeated := forwarded - np.unique(np.concatenate(seen)).size):
-        raise ConfigError(
-            f"causes repeat {repeated} positions, expected each position in one cause"
-        )
+        raise ConfigError(f"causes repeat {repeated} positions, expected each position in one cause")
     per_token_bytes = config.kv_bytes_per_token(itemsize)
     return Ledger(
         prompt=matched + relocated + forwarded + dropped,

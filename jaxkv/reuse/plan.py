@@ -22,6 +22,7 @@ from jaxkv.typing import Bool, Int32
 
 INSERTED = "inserted"
 LAST = "last"  # computed only because its logits are wanted
+_MATCHED, _COMPUTED, _DROPPED = -1, -2, -3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class ReusePlan:
     dropped: int = 0
     spans: tuple[Span, ...] = ()  # kept behind the prefix
     write: bool = True  # False when the only computed position is matched: its KV is there
+    aligned: bool = False  # nothing approximate is kept, and computing starts on the chunk grid
     rotate: bool = True
     form: Form = "view"
 
@@ -68,6 +70,7 @@ def plan_prompt(tokens: Int32, segments: Int32, matched: int) -> ReusePlan:
         provenance=(Run(0, length, Origin.EXACT),),
         matched=length - len(forward),
         write=matched < length,
+        aligned=True,
     )
 
 
@@ -75,6 +78,7 @@ def plan_extension(sequence: Sequence, tokens: Int32) -> ReusePlan:
     """`tokens` begin with those of `sequence`; the rest is appended."""
     start, end = len(sequence), len(tokens)
     forward = np.arange(start, end, dtype=np.int32)
+    dropped = sum(r.end - r.start for r in sequence.provenance if r.origin is Origin.DROPPED)
     return ReusePlan(
         policy="extend",
         tokens=tokens,
@@ -84,7 +88,8 @@ def plan_extension(sequence: Sequence, tokens: Int32) -> ReusePlan:
         forward=forward,
         causes={INSERTED: forward},
         provenance=sequence.continued(end),
-        matched=start,
+        matched=start - dropped,
+        dropped=dropped,
         rotate=sequence.rotate,
     )
 
@@ -123,79 +128,83 @@ def plan(policy: Policy, sequence: Sequence, new_tokens: Int32, *, grid: int = 1
     """
     length = len(new_tokens)
     edit = make_edit(sequence, new_tokens, policy)
-    if policy.exact and grid > 1:
+    selection = policy.select(edit)
+    # Whatever is kept is exact: then the work is that of the exact policy, chunk grid included.
+    exact = not (selection.keep or selection.drop) and edit.prefix <= sequence.exact_length
+    if exact and grid > 1:
         prefix = min(edit.prefix, sequence.grid_length, length - 1) // grid * grid
         edit = dataclasses.replace(edit, prefix=prefix)
-    selection = policy.select(edit)
+        selection = dataclasses.replace(selection, recompute=())
 
-    # What each position is: owner[i] = index of the kept span, -1 prefix, -2 computed, -3 dropped.
-    owner = np.full(length, -2, np.int32)
-    owner[: edit.prefix] = -1
+    # What becomes of each position; a number of 0 or more is that of the kept span.
+    fate = np.full(length, _COMPUTED, np.int32)
+    fate[: edit.prefix] = _MATCHED
     for number, span in enumerate(selection.keep):
-        owner[span.new : span.new + span.length] = number
+        fate[span.new : span.new + span.length] = number
     for span in selection.drop:
-        owner[span.new : span.new + span.length] = -3
+        fate[span.new : span.new + span.length] = _DROPPED
+    # What has no KV in the source has none here, wherever it is kept.
+    for old, new, kept in _kept(edit.prefix, selection.keep):
+        for run in clip_runs(sequence.provenance, old, old + kept):
+            if run.origin is Origin.DROPPED:
+                fate[run.start - old + new : run.end - old + new] = _DROPPED
+
     causes: dict[str, Int32] = {}
-    inserted = np.flatnonzero(owner == -2).astype(np.int32)
+    inserted = np.flatnonzero(fate == _COMPUTED).astype(np.int32)
     if len(inserted):
         causes[INSERTED] = inserted
     for cause, positions in selection.recompute:
-        positions = np.unique(positions[owner[positions] >= 0]).astype(np.int32)
+        positions = np.unique(positions[fate[positions] >= 0]).astype(np.int32)
         if len(positions):
-            owner[positions] = -2
+            fate[positions] = _COMPUTED
             causes[cause] = positions
-    if owner[-1] != -2:
+    last_matched = bool(fate[-1] == _MATCHED)
+    if fate[-1] != _COMPUTED:
         causes[LAST] = np.array([length - 1], np.int32)
+        if not last_matched:
+            fate[-1] = _COMPUTED
 
-    matched = owner == -1
-    relocated = owner >= 0
-    last_matched = bool(matched[-1])
-    counted_matched = int(matched.sum()) - last_matched
-    if not last_matched:
-        owner[-1] = -2
-        relocated[-1] = False
-
-    moved_parts = []
-    runs = clip_runs(sequence.provenance, 0, edit.prefix)
+    moved: list[Int32] = []
+    runs = [r for r in clip_runs(sequence.provenance, 0, edit.prefix) if r.origin is not Origin.DROPPED]
     for number, span in enumerate(selection.keep):
-        for start, end in _intervals(owner == number, span.new, span.new + span.length):
-            moved = clip(sequence.segments, start - span.delta, end - span.delta)
-            moved_parts.append(shift(moved, span.delta))
+        for start, end in _intervals(fate == number, span.new, span.new + span.length):
+            source = start - span.delta, end - span.delta
+            moved.append(shift(clip(sequence.segments, *source), span.delta))
             runs += [
-                Run(r.start + span.delta, r.end + span.delta, _moved(r), r.delta + span.delta)
-                for r in clip_runs(sequence.provenance, start - span.delta, end - span.delta)
+                Run(r.start + span.delta, r.end + span.delta, Origin.RELOCATED, r.delta + span.delta)
+                for r in clip_runs(sequence.provenance, *source)
             ]
-    approximate = relocated | (owner == -3)
-    first_approximate = min(
-        sequence.exact_length if sequence.exact_length < edit.prefix else length,
-        int(np.argmax(approximate)) if approximate.any() else length,
-    )
-    forward = np.flatnonzero(owner == -2).astype(np.int32)
-    for start, end in _intervals(owner == -2, 0, length):
+    approximate = (fate >= 0) | (fate == _DROPPED)
+    approximate[min(sequence.exact_length, edit.prefix) : edit.prefix] = True
+    first_approximate = int(np.argmax(approximate)) if approximate.any() else length
+    for start, end in _intervals(fate == _COMPUTED, 0, length):
         middle = min(max(first_approximate, start), end)
         runs += [Run(start, middle, Origin.EXACT), Run(middle, end, Origin.ON_APPROXIMATE)]
-    runs += [Run(a, b, Origin.DROPPED) for a, b in _intervals(owner == -3, 0, length)]
+    runs += [Run(a, b, Origin.DROPPED) for a, b in _intervals(fate == _DROPPED, 0, length)]
+    forward = np.flatnonzero(fate == _COMPUTED).astype(np.int32)
     return ReusePlan(
         policy=str(policy),
         tokens=new_tokens,
         prefix=edit.prefix,
-        segments=concatenate([clip(sequence.segments, 0, edit.prefix), *moved_parts]),
-        attended=concatenate([clip(sequence.table_segments, 0, edit.prefix), *moved_parts]),
+        segments=concatenate([clip(sequence.segments, 0, edit.prefix), *moved]),
+        attended=concatenate([clip(sequence.table_segments, 0, edit.prefix), *moved]),
         spans=selection.keep,
-        forward=forward if not last_matched else np.array([length - 1], np.int32),
+        forward=forward if not last_matched else np.append(forward, np.int32(length - 1)),
         causes=causes,
         provenance=merge_runs(sorted(runs, key=lambda r: r.start)),
-        matched=counted_matched,
-        relocated=int(relocated.sum()),
-        dropped=int((owner == -3).sum()),
+        matched=int((fate == _MATCHED).sum()) - last_matched,
+        relocated=int((fate >= 0).sum()),
+        dropped=int((fate == _DROPPED).sum()),
         write=not last_matched,
+        aligned=exact,
         rotate=selection.rotate and (sequence.rotate or policy.exact),
         form=selection.form,
     )
 
 
-def _moved(run: Run) -> Origin:
-    return Origin.DROPPED if run.origin is Origin.DROPPED else Origin.RELOCATED
+def _kept(prefix: int, spans: tuple[Span, ...]) -> list[tuple[int, int, int]]:
+    """Old start, new start and length of everything kept."""
+    return [(0, 0, prefix), *((span.old, span.new, span.length) for span in spans)]
 
 
 def _intervals(flags: Bool, start: int, end: int) -> list[tuple[int, int]]:

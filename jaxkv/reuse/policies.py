@@ -10,6 +10,7 @@ name in `POLICIES`.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Literal, Protocol, runtime_checkable
 
@@ -172,9 +173,9 @@ class SCR:
         return "|".join([name, *(str(r) for r in self.repairs)])
 
 
-def NoRotation() -> SCR:
+def NoRotation(form: Form = "view", **sizes: int) -> SCR:
     """Negative control: `SCR` whose keys stay rotated for their old positions."""
-    return SCR(rotate=False)
+    return SCR(form=form, rotate=False, **sizes)
 
 
 class _AsPolicy:
@@ -254,15 +255,19 @@ class Forget:
         return "forget"
 
 
-POLICIES: dict[str, Callable[..., Policy]] = {
-    "exact": Exact,
-    "drop": Drop,
-    "no_rotation": NoRotation,
-    "scr": SCR,
-    "first_k": FirstK,
-    "sinks": Sinks,
-    "forget": Forget,
+_SIZES = ("form", "max_spans", "min_span", "tail")
+# Name to constructor and the arguments that a name may carry, in order.
+POLICIES: dict[str, tuple[Callable[..., Policy], tuple[str, ...]]] = {
+    "exact": (Exact, ()),
+    "drop": (Drop, ()),
+    "no_rotation": (NoRotation, _SIZES),
+    "scr": (SCR, _SIZES),
+    "first_k": (FirstK, ("k",)),
+    "sinks": (Sinks, ("s",)),
+    "forget": (Forget, ()),
 }
+_FORM = re.compile(r"(\w+)\s*(?:\(([^()]*)\))?", re.ASCII)
+_NUMBER = re.compile(r"-?[0-9]+")
 
 
 def policy_from_name(text: str) -> Policy:
@@ -281,24 +286,31 @@ def policy_from_name(text: str) -> Policy:
 
 
 def _parse_one(text: str) -> Policy:
-    name, _, rest = text.partition("(")
+    match = _FORM.fullmatch(text)
+    name = match[1] if match else text.partition("(")[0]
     if name not in POLICIES:
         known = list(POLICIES)
         raise ConfigError(
             f"policy '{name}' is unknown, expected one of {', '.join(known)}{nearest(name, known)}"
         )
-    if rest and not rest.endswith(")"):
-        raise ConfigError(f"policy '{text}' lacks its closing parenthesis")
-    positional: list[int | str] = []
-    named: dict[str, int | str] = {}
-    for part in filter(None, (p.strip() for p in rest[:-1].split(","))):
-        key, equals, value = part.rpartition("=")
-        parsed: int | str = int(value) if value.lstrip("-").isdigit() else value
-        if equals:
-            named[key.strip()] = parsed
+    if match is None:
+        raise ConfigError(
+            f"policy '{text}' is malformed, expected {name}, or its arguments in one parenthesis"
+        )
+    make, allowed = POLICIES[name]
+    arguments: dict[str, int | str] = {}
+    parts = [part.strip() for part in (match[2] or "").split(",")] if match[2] else []
+    for number, part in enumerate(parts):
+        key, equals, value = (piece.strip() for piece in part.rpartition("="))
+        if not equals:
+            key = allowed[number] if number < len(allowed) else ""
+        if key not in allowed or key in arguments:
+            expected = ", ".join(allowed) or "none"
+            raise ConfigError(f"policy '{text}' has argument '{part}', expected arguments: {expected}")
+        if key == "form":
+            arguments[key] = value
+        elif _NUMBER.fullmatch(value):
+            arguments[key] = int(value)
         else:
-            positional.append(parsed)
-    try:
-        return POLICIES[name](*positional, **named)
-    except TypeError as error:
-        raise ConfigError(f"policy '{text}' has arguments that {name} does not take") from error
+            raise ConfigError(f"policy '{text}' has {key} '{value}', expected arguments that are numbers")
+    return make(**arguments)
