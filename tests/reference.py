@@ -41,9 +41,7 @@ class Cached:
     stands: Array  # i64[n], position at which it stands now
 
     def take(self, rows: Array, stands: Array) -> Cached:
-        return Cached(
-            [k[rows] for k in self.keys], [v[rows] for v in self.values], self.birth[rows], stands
-        )
+        return Cached([k[rows] for k in self.keys], [v[rows] for v in self.values], self.birth[rows], stands)
 
 
 def frequencies(rope: Any) -> Array:

@@ -96,9 +96,7 @@ def test_every_policy_equals_float64_on_every_edit(
         np.testing.assert_allclose(result.logits, exact, atol=ATOL)
 
 
-def test_what_policies_compute_differs_as_named(
-    engine: jaxkv.Engine, text: Text
-) -> None:
+def test_what_policies_compute_differs_as_named(engine: jaxkv.Engine, text: Text) -> None:
     """Insert 11 tokens at 37 of 180: 143 survive behind the seam."""
     first = engine.prefill(text(180)).sequence
     tokens = edits(text)["insert"]
@@ -119,9 +117,7 @@ def test_what_policies_compute_differs_as_named(
     assert head.relocated == 167 - 10
 
 
-def test_view_and_copy_agree_to_rounding_and_keep_the_same_content(
-    engine: jaxkv.Engine, text: Text
-) -> None:
+def test_view_and_copy_agree_to_rounding_and_keep_the_same_content(engine: jaxkv.Engine, text: Text) -> None:
     first = engine.prefill(text(150)).sequence
     tokens = np.concatenate([text(150)[:20], text(9, seed=1), text(150)[31:]])
     view = engine.edit(first, tokens, SMALL)
@@ -200,9 +196,7 @@ def test_many_edits_in_a_row_past_max_deltas_equal_float64(
     assert generated.tokens.tolist() == judge.greedy(state, 8)
 
 
-def test_policies_in_a_row_equal_float64(
-    engine: jaxkv.Engine, decoder: Decoder, text: Text
-) -> None:
+def test_policies_in_a_row_equal_float64(engine: jaxkv.Engine, decoder: Decoder, text: Text) -> None:
     """Approximate on approximate, dropped below relocated, exact again at the end."""
     judge, old = Judge(decoder), text(140)
     result, state = start(engine, decoder, old)
@@ -270,9 +264,7 @@ def test_cutting_a_text_of_which_nothing_has_kv_is_computed_not_an_error(
     assert cut.reuse.forwarded == 1
 
 
-def test_approximate_kv_never_enters_the_index(
-    engine: jaxkv.Engine, decoder: Decoder, text: Text
-) -> None:
+def test_approximate_kv_never_enters_the_index(engine: jaxkv.Engine, decoder: Decoder, text: Text) -> None:
     """CASE 30's kin: what the index gives out is exact, whatever was edited, extended or generated."""
     old = text(120)
     first = engine.prefill(old).sequence
@@ -319,9 +311,7 @@ def test_the_first_tokens_of_a_kept_span_may_be_reused_nowhere_as_exact(
     np.testing.assert_allclose(exact.logits, decoder.logits([*replaced, 1])[-1], atol=ATOL)
 
 
-def test_one_layer_keeps_values_bitwise_and_keys_to_one_rounding(
-    make_engine: Engines, text: Text
-) -> None:
+def test_one_layer_keeps_values_bitwise_and_keys_to_one_rounding(make_engine: Engines, text: Text) -> None:
     """Without a layer below, K and V depend on the token alone: SCR is then exact."""
     model = make_model(tiny_config(rope=YARN, num_layers=1))
     decoder = decoder_of(model.params, model.config)

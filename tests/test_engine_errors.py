@@ -49,9 +49,7 @@ def snapshot(engine: jaxkv.Engine) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("tokens", "says"), BAD_TOKENS, ids=lambda v: str(v)[:20])
-def test_bad_tokens_change_nothing(
-    engine: jaxkv.Engine, text: Text, tokens: Any, says: str
-) -> None:
+def test_bad_tokens_change_nothing(engine: jaxkv.Engine, text: Text, tokens: Any, says: str) -> None:
     source = engine.prefill(text(20)).sequence
     before = snapshot(engine)
     for call in (
@@ -99,9 +97,7 @@ def test_a_text_longer_than_the_pool_changes_nothing(engine: jaxkv.Engine, text:
         lambda: engine.edit(source, text(120, seed=3), jaxkv.SCR()),
         lambda: engine.generate(source, max_tokens=120),
         lambda: engine.score(source, text(120, seed=3)),
-        lambda: engine.edit(
-            held, text((NUM_PAGES - 14) * PAGE_SIZE, seed=2)[3:], jaxkv.SCR(form="copy")
-        ),
+        lambda: engine.edit(held, text((NUM_PAGES - 14) * PAGE_SIZE, seed=2)[3:], jaxkv.SCR(form="copy")),
     ):
         with pytest.raises(CapacityError, match="pages are needed"):
             call()
@@ -118,9 +114,7 @@ def test_a_released_sequence_is_refused_everywhere(engine: jaxkv.Engine, text: T
     assert snapshot(engine) == before
 
 
-def test_another_engines_sequence_is_refused_everywhere(
-    make_engine: Engines, text: Text
-) -> None:
+def test_another_engines_sequence_is_refused_everywhere(make_engine: Engines, text: Text) -> None:
     engine, other = make_engine(), make_engine()
     foreign = other.prefill(text(20)).sequence
     for call in calls_with(engine, foreign):

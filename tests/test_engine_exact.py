@@ -25,9 +25,7 @@ def same_bits(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_prefill_equals_float64(
-    engine: jaxkv.Engine, decoder: Decoder, text: Text, length: int
-) -> None:
+def test_prefill_equals_float64(engine: jaxkv.Engine, decoder: Decoder, text: Text, length: int) -> None:
     """CASE 10."""
     tokens = text(length)
     result = engine.prefill(tokens)
@@ -40,9 +38,7 @@ def test_prefill_equals_float64(
 
 
 @pytest.mark.parametrize("shared", LENGTHS)
-def test_warm_equals_cold_bit_by_bit_on_the_chunk_grid(
-    make_engine: Engines, text: Text, shared: int
-) -> None:
+def test_warm_equals_cold_bit_by_bit_on_the_chunk_grid(make_engine: Engines, text: Text, shared: int) -> None:
     tokens = np.concatenate([text(shared), text(3 * CHUNK + 5 - shared % 7, seed=1)])
     cold = make_engine(reuse_granularity="chunk").prefill(tokens)
     engine = make_engine(reuse_granularity="chunk")
@@ -122,9 +118,7 @@ def test_the_last_page_fills_exactly_and_then_one_more(
         assert len(sequence.segments) == -(-n // P)
 
 
-def test_growing_token_by_token_keeps_one_row_a_page(
-    engine: jaxkv.Engine, text: Text
-) -> None:
+def test_growing_token_by_token_keeps_one_row_a_page(engine: jaxkv.Engine, text: Text) -> None:
     sequence = engine.prefill(text(3)).sequence
     for i in range(30):
         sequence = engine.extend(sequence, text(1, seed=i)).sequence
@@ -156,9 +150,7 @@ def test_siblings_of_a_partial_page_never_see_each_other(
     )
 
 
-def test_extend_generate_score_and_fork_leave_their_source(
-    engine: jaxkv.Engine, text: Text
-) -> None:
+def test_extend_generate_score_and_fork_leave_their_source(engine: jaxkv.Engine, text: Text) -> None:
     source = engine.prefill(text(21)).sequence
     kv = engine.read_kv(source)
     tokens, segments = source.tokens.copy(), source.segments.copy()
@@ -208,9 +200,7 @@ def test_attention_outputs_have_their_shape_and_are_the_models(
     np.testing.assert_allclose(out[:, 1:], rest, atol=1e-5)
 
 
-def test_read_kv_is_the_content_in_float64(
-    engine: jaxkv.Engine, decoder: Decoder, text: Text
-) -> None:
+def test_read_kv_is_the_content_in_float64(engine: jaxkv.Engine, decoder: Decoder, text: Text) -> None:
     import reference
 
     tokens = text(37)

@@ -15,9 +15,7 @@ from jaxkv import SCR, Sampling
 Text = Callable[..., np.ndarray]
 
 
-def test_greedy_generation_is_float64_greedy(
-    engine: jaxkv.Engine, decoder: Decoder, text: Text
-) -> None:
+def test_greedy_generation_is_float64_greedy(engine: jaxkv.Engine, decoder: Decoder, text: Text) -> None:
     source = engine.prefill(text(19)).sequence
     out = engine.generate(source, max_tokens=8, stop=())
     assert out.tokens.tolist() == decoder.greedy(text(19), 8)
@@ -34,9 +32,7 @@ def test_greedy_generation_is_float64_greedy(
     np.testing.assert_allclose(hit.logits, decoder.logits(hit.sequence.tokens)[-1], atol=ATOL)
 
 
-def test_generation_in_pieces_is_generation_at_once(
-    engine: jaxkv.Engine, text: Text
-) -> None:
+def test_generation_in_pieces_is_generation_at_once(engine: jaxkv.Engine, text: Text) -> None:
     source = engine.prefill(text(19)).sequence
     whole = engine.generate(source, max_tokens=40, stop=()).tokens
     sequence, parts = source, []
@@ -59,23 +55,17 @@ def test_a_stop_token_is_neither_returned_nor_written(
         assert out.tokens.tolist() == expected[:count]
         assert out.finish_reason == "stop"
         assert len(out.sequence) == 19 + count
-        np.testing.assert_allclose(
-            out.sequence.logits, decoder.logits(out.sequence.tokens)[-1], atol=ATOL
-        )
+        np.testing.assert_allclose(out.sequence.logits, decoder.logits(out.sequence.tokens)[-1], atol=ATOL)
         assert engine.read_kv(out.sequence).positions.tolist() == list(range(19 + count))
         # Pages that were reserved and not needed went back.
         assert before - engine.stats()["pages_free"] <= 1 + count // 8
         grown = engine.extend(out.sequence, [5])
-        np.testing.assert_allclose(
-            grown.logits, decoder.logits(grown.sequence.tokens)[-1], atol=ATOL
-        )
+        np.testing.assert_allclose(grown.logits, decoder.logits(grown.sequence.tokens)[-1], atol=ATOL)
         engine.release(out.sequence)
         engine.check()
 
 
-def test_a_batch_equals_its_rows_alone(
-    engine: jaxkv.Engine, decoder: Decoder, text: Text
-) -> None:
+def test_a_batch_equals_its_rows_alone(engine: jaxkv.Engine, decoder: Decoder, text: Text) -> None:
     """Different lengths, one moved view, one row twice, siblings of one page: 3 rows in a batch of 4."""
     old = text(100)
     first = engine.prefill(old).sequence
@@ -109,9 +99,7 @@ def test_rows_that_end_early_leave_the_others_alone(
 ) -> None:
     a, b = engine.prefill(text(9)).sequence, engine.prefill(text(14, seed=1)).sequence
     expected = decoder.greedy(text(9), 1)
-    out = engine.generate_batch(
-        [a, b], max_tokens=40, sampling=[Sampling(stop=(expected[0],)), Sampling()]
-    )
+    out = engine.generate_batch([a, b], max_tokens=40, sampling=[Sampling(stop=(expected[0],)), Sampling()])
     assert (out[0].finish_reason, len(out[0].tokens)) == ("stop", 0)
     assert (out[1].finish_reason, len(out[1].tokens)) == ("length", 40)
     assert out[1].tokens.tolist() == decoder.greedy(text(14, seed=1), 40)

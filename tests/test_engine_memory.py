@@ -38,9 +38,7 @@ def test_release_gives_back_exactly_its_own_pages(engine: jaxkv.Engine, text: Te
     assert np.isnan(np.asarray(engine._memory.pages[0].kv)).all(), "free pages are poisoned"
 
 
-def test_sequences_that_are_garbage_collected_are_released(
-    engine: jaxkv.Engine, text: Text
-) -> None:
+def test_sequences_that_are_garbage_collected_are_released(engine: jaxkv.Engine, text: Text) -> None:
     result = engine.prefill(text(50), reuse=False)
     engine.fork(result.sequence)
     generated = engine.generate(result.sequence, max_tokens=8)
@@ -93,9 +91,7 @@ def test_a_match_is_pinned_while_its_prompt_evicts_others(
     engine.check()
 
 
-def test_the_same_prompt_published_twice_is_kept_once(
-    engine: jaxkv.Engine, text: Text
-) -> None:
+def test_the_same_prompt_published_twice_is_kept_once(engine: jaxkv.Engine, text: Text) -> None:
     """CASE 32."""
     a = engine.prefill(text(45), reuse=False).sequence
     b = engine.prefill(text(45), reuse=False).sequence

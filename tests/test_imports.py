@@ -102,9 +102,7 @@ def test_modules_aside_import_only_types_and_errors(name: str) -> None:
         assert not inside(target, JAX)
 
 
-@pytest.mark.parametrize(
-    "name", [m for m in modules() if inside(m, HOST) and m not in DEVICE]
-)
+@pytest.mark.parametrize("name", [m for m in modules() if inside(m, HOST) and m not in DEVICE])
 def test_host_modules_do_not_import_jax(name: str) -> None:
     allowed = ALLOWED_ON_HOST.get(name, ())
     for target in imported(modules()[name], "jaxkv"):

@@ -27,9 +27,7 @@ def fresh_pages(config: jaxkv.ModelConfig) -> tuple[jaxkv.KVPages, ...]:
 
 
 def whole_table() -> jaxkv.PageTable:
-    rows = [
-        np.array([(8 * b + i, 0, P, P * i) for i in range(8)], np.int32) for b in range(B)
-    ]
+    rows = [np.array([(8 * b + i, 0, P, P * i) for i in range(8)], np.int32) for b in range(B)]
     return jaxkv.build_table(
         [(r, np.zeros(8, np.int32)) for r in rows], num_pages=PAGES, page_size=P, max_deltas=4
     )
@@ -191,9 +189,7 @@ ROPES = {
 
 
 def random_pages(config: jaxkv.ModelConfig, dtype: str = "float32") -> jaxkv.KVPages:
-    pages = jaxkv.make_pages(
-        config, config.groups[0], num_pages=PAGES, page_size=P, dtype=dtype
-    )
+    pages = jaxkv.make_pages(config, config.groups[0], num_pages=PAGES, page_size=P, dtype=dtype)
     value = np.random.default_rng(0).standard_normal(pages.kv.shape).astype(np.float32)
     stored = jnp.asarray(value, dtype)
     if stored.dtype != pages.kv.dtype:

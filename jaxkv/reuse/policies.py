@@ -173,9 +173,9 @@ class SCR:
         return "|".join([name, *(str(r) for r in self.repairs)])
 
 
-def NoRotation(form: Form = "view", **sizes: int) -> SCR:
+def NoRotation(form: Form = "view", max_spans: int = 6, min_span: int = MIN_SPAN, tail: int = 16) -> SCR:
     """Negative control: `SCR` whose keys stay rotated for their old positions."""
-    return SCR(form=form, rotate=False, **sizes)
+    return SCR(form=form, max_spans=max_spans, min_span=min_span, tail=tail, rotate=False)
 
 
 class _AsPolicy:

@@ -70,9 +70,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(root=roots, tokens=texts, publish=st.booleans(), grid=st.sampled_from([1, 1, 3]))
     def submit(self, root: bytes, tokens: list[int], publish: bool, grid: int) -> None:
-        match = self.index.match(
-            root, np.array(tokens, np.int32), limit=len(tokens) - 1, granularity=grid
-        )
+        match = self.index.match(root, np.array(tokens, np.int32), limit=len(tokens) - 1, granularity=grid)
         life = Life(root, tokens[: match.length], match.segments)
         try:
             self.grow(life, tokens[match.length :])
@@ -149,9 +147,7 @@ class CacheMachine(RuleBasedStateMachine):
                 for row in life.segments
                 for slot in range(row[LO], row[HI])
             ]
-            assert read == [
-                (life.root, tuple(life.tokens[: n + 1])) for n in range(len(life.tokens))
-            ]
+            assert read == [(life.root, tuple(life.tokens[: n + 1])) for n in range(len(life.tokens))]
 
     def teardown(self) -> None:
         for life in self.lives:

@@ -98,8 +98,7 @@ def test_whose_cache_it_is_stays_secret() -> None:
 def test_adapter_and_tenant_and_salt_of_one_name_do_not_collide() -> None:
     plain = dataclasses.replace(BASE, adapter_digest="", tenant="", salt="")
     digests = {
-        dataclasses.replace(plain, **{name: "X"}).digest()
-        for name in ("adapter_digest", "tenant", "salt")
+        dataclasses.replace(plain, **{name: "X"}).digest() for name in ("adapter_digest", "tenant", "salt")
     }
     assert len(digests | {plain.digest()}) == 4
 

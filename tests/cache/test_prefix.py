@@ -35,9 +35,7 @@ def test_full_hit_leaves_one_token_to_compute() -> None:
     assert match.length == 7
     assert covered(match) == list(range(7))
     assert match.end.cause is Cause.LAST_TOKEN
-    assert str(match.end) == (
-        "all but the last token is cached; that one, at position 7, is computed"
-    )
+    assert str(match.end) == ("all but the last token is cached; that one, at position 7, is computed")
 
 
 def test_match_says_why_it_ended() -> None:
@@ -69,9 +67,7 @@ def test_the_end_before_a_cut_to_the_grid_is_kept() -> None:
     end = index.match(ROOT, ints("abcdefX"), granularity=4).end
     assert end.before is not None
     assert (end.before.cause, end.before.position) == (Cause.TOKENS, 6)
-    assert str(end) == (
-        "cut back to the chunk grid at position 4; before that, tokens differ at position 6"
-    )
+    assert str(end) == ("cut back to the chunk grid at position 4; before that, tokens differ at position 6")
 
 
 def test_same_block_behind_other_ancestors_does_not_hit() -> None:

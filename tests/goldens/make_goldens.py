@@ -235,18 +235,14 @@ def make_tiny() -> None:
     for variant, settings in VARIANTS.items():
         config = transformers.LlamaConfig(**copy.deepcopy({**TINY, **settings}))
         config.architectures = ["LlamaForCausalLM"]
-        model = transformers.LlamaForCausalLM._from_config(
-            config, attn_implementation="eager"
-        ).float()
+        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").float()
         if not weights:  # the first variant has every tensor
             for name, value in model.state_dict().items():
                 drawn = rng.standard_normal(value.shape) / math.sqrt(value.shape[-1])
                 drawn = 1 + drawn if "norm" in name else 4 * drawn if "embed" in name else 2 * drawn
                 arrays[name] = drawn.astype(np.float16)
                 weights[name] = torch.from_numpy(arrays[name].astype(np.float32))
-        held = {
-            k: v for k, v in weights.items() if not (config.tie_word_embeddings and "lm_head" in k)
-        }
+        held = {k: v for k, v in weights.items() if not (config.tie_word_embeddings and "lm_head" in k)}
         model.load_state_dict(held, strict=False)
         model.tie_weights()
         with torch.no_grad():

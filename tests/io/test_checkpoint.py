@@ -28,9 +28,7 @@ from jaxkv.model.params import params_digest
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Model:
-    return load(
-        tiny_models.write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf"), progress=False
-    )
+    return load(tiny_models.write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf"), progress=False)
 
 
 @pytest.fixture
@@ -46,9 +44,7 @@ def refused(path: Path, match: str) -> None:
 
 def same(a: Model, b: Model) -> None:
     assert a.config == b.config
-    for (key, x), y in zip(
-        jax.tree.leaves_with_path(a.params), jax.tree.leaves(b.params), strict=True
-    ):
+    for (key, x), y in zip(jax.tree.leaves_with_path(a.params), jax.tree.leaves(b.params), strict=True):
         assert x.dtype == y.dtype, key
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 

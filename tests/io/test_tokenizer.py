@@ -159,9 +159,7 @@ def test_metadata_without_a_tokenizer():
 
 
 def test_tokenizer_json(tmp_path):
-    model = tokenizers.models.BPE(
-        vocab={t: i for i, t in enumerate(tiny_models.byte_tokens())}, merges=[]
-    )
+    model = tokenizers.models.BPE(vocab={t: i for i, t in enumerate(tiny_models.byte_tokens())}, merges=[])
     source = tokenizers.Tokenizer(model)
     source.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     source.decoder = tokenizers.decoders.ByteLevel()
@@ -227,9 +225,7 @@ def test_sentencepiece_control_tokens(sentencepiece_file):
     assert ids[-1] == 2
     assert tokenizer.decode(ids) == "<|user|>statement</s>"
     assert tokenizer.decode(ids, skip_special=True) == "statement"
-    assert not {2, control("<|user|>")} & set(
-        tokenizer.encode("<|user|>a</s>", parse_special=False).tolist()
-    )
+    assert not {2, control("<|user|>")} & set(tokenizer.encode("<|user|>a</s>", parse_special=False).tolist())
 
 
 def test_sentencepiece_definition_survives_json(sentencepiece_file):

@@ -27,9 +27,7 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-)
+CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 
 
 def hf_weights(seed: int = 0, config: dict[str, Any] = CONFIG) -> dict[str, np.ndarray]:
@@ -209,9 +207,7 @@ def expected_leaves(weights: dict[str, np.ndarray], layer: int = 0) -> dict[str,
     group = n // k
     qkv = np.stack(
         [
-            np.concatenate(
-                [q[:, i * group : (i + 1) * group], key[:, i : i + 1], value[:, i : i + 1]], 1
-            )
+            np.concatenate([q[:, i * group : (i + 1) * group], key[:, i : i + 1], value[:, i : i + 1]], 1)
             for i in range(k)
         ],
         1,
@@ -221,8 +217,6 @@ def expected_leaves(weights: dict[str, np.ndarray], layer: int = 0) -> dict[str,
         "qkv": qkv,
         "out": weights[f"{p}self_attn.o_proj.weight"].T.reshape(n, h, d),
         "mlp_norm": weights[f"{p}post_attention_layernorm.weight"],
-        "gate_up": np.stack(
-            [weights[f"{p}mlp.gate_proj.weight"].T, weights[f"{p}mlp.up_proj.weight"].T], 1
-        ),
+        "gate_up": np.stack([weights[f"{p}mlp.gate_proj.weight"].T, weights[f"{p}mlp.up_proj.weight"].T], 1),
         "down": weights[f"{p}mlp.down_proj.weight"].T,
     }

@@ -48,24 +48,18 @@ class Pool:
 
 def slots_of(segments: np.ndarray, page_size: int) -> dict[int, int]:
     return {
-        int(first + s): int(page * page_size + s)
-        for page, lo, hi, first in segments
-        for s in range(lo, hi)
+        int(first + s): int(page * page_size + s) for page, lo, hi, first in segments for s in range(lo, hi)
     }
 
 
 def table_of(
     rows: list[tuple[np.ndarray, np.ndarray]], page_size: int, max_deltas: int = 8
 ) -> jaxkv.PageTable:
-    return jaxkv.build_table(
-        rows, num_pages=SLOTS // page_size, page_size=page_size, max_deltas=max_deltas
-    )
+    return jaxkv.build_table(rows, num_pages=SLOTS // page_size, page_size=page_size, max_deltas=max_deltas)
 
 
 def poisoned_pages(config: jaxkv.ModelConfig, page_size: int) -> tuple[jaxkv.KVPages, ...]:
-    pages = jaxkv.make_pages(
-        config, config.groups[0], num_pages=SLOTS // page_size, page_size=page_size
-    )
+    pages = jaxkv.make_pages(config, config.groups[0], num_pages=SLOTS // page_size, page_size=page_size)
     return (poison_pages(pages, np.arange(SLOTS // page_size, dtype=np.int32)),)
 
 
@@ -224,9 +218,7 @@ def test_blocks_of_a_table_have_one_delta_and_lose_no_entry() -> None:
         n = int(rng.integers(0, 120))
         rows = np.stack([rng.permutation(128)[:n], np.zeros(n), np.full(n, 8), np.arange(n) * 8], 1)
         delta = rng.choice([0, -8, 5, 3000, -77], n).astype(np.int32)
-        table = jaxkv.build_table(
-            [(rows.astype(np.int32), delta)], num_pages=128, page_size=8, max_deltas=8
-        )
+        table = jaxkv.build_table([(rows.astype(np.int32), delta)], num_pages=128, page_size=8, max_deltas=8)
         block = table.page.shape[1] // table.delta_index.shape[1]
         seen = []
         for entry in np.flatnonzero(table.hi[0] > 0):

@@ -68,9 +68,7 @@ def many(logits: np.ndarray, **params: Any) -> np.ndarray:
 )
 def test_tokens_follow_the_distribution(temperature: float, top_k: int, top_p: float) -> None:
     logits = logits_of()
-    counts = np.bincount(
-        many(logits, temperature=temperature, top_k=top_k, top_p=top_p), minlength=V
-    )
+    counts = np.bincount(many(logits, temperature=temperature, top_k=top_k, top_p=top_p), minlength=V)
     p = expected(logits, temperature, top_k, top_p)
     assert (counts[p == 0] == 0).all(), "a token outside the set was drawn"
     # Five standard deviations of a binomial count; seeds are fixed, so this never flickers.

@@ -40,14 +40,10 @@ def positions(start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
     return at, at + 1
 
 
-@pytest.mark.parametrize(
-    ("reused", "expected"), [(18_000, 1.41e14), (10_000, 5.74e14), (0, 10.81e14)]
-)
+@pytest.mark.parametrize(("reused", "expected"), [(18_000, 1.41e14), (10_000, 5.74e14), (0, 10.81e14)])
 def test_equation_9_gives_the_published_numbers(reused: int, expected: float) -> None:
     assert QWEN_ATTENTION == 393_216
-    flops = prefix_reuse_flops(
-        QWEN_TOKEN, QWEN_ATTENTION, prompt=20_000, reused=reused, generated=500
-    )
+    flops = prefix_reuse_flops(QWEN_TOKEN, QWEN_ATTENTION, prompt=20_000, reused=reused, generated=500)
     assert abs(flops - expected) <= 0.005e14
 
 

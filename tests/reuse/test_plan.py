@@ -56,9 +56,7 @@ def applied(work: ReusePlan, start: int) -> Sequence:
         rows.append(np.stack([at, ones * 0, ones, work.forward], 1))
     segments = np.concatenate(rows)
     segments = segments[np.argsort(segments[:, FIRST] + segments[:, LO])]
-    return sequence_of(
-        work.tokens, segments=segments.astype(np.int32), provenance=work.provenance
-    )
+    return sequence_of(work.tokens, segments=segments.astype(np.int32), provenance=work.provenance)
 
 
 def fates(work: ReusePlan, old: Sequence) -> list[str]:

@@ -24,9 +24,7 @@ from jaxkv.reuse.policies import (
     policy_from_name,
 )
 
-repairs = st.lists(
-    st.one_of(st.integers(1, 99).map(FirstK), st.integers(1, 99).map(Sinks)), max_size=3
-)
+repairs = st.lists(st.one_of(st.integers(1, 99).map(FirstK), st.integers(1, 99).map(Sinks)), max_size=3)
 scrs = st.builds(
     SCR,
     form=st.sampled_from(["view", "copy"]),
@@ -117,9 +115,7 @@ def test_only_repairs_combine_with_scr(bad: Any) -> None:
 
 
 def edit_of(prefix: int, old: int, new: int, *spans: tuple[int, int, int]) -> Edit:
-    return Edit(
-        old_length=old, new_length=new, prefix=prefix, survivors=tuple(Span(*s) for s in spans)
-    )
+    return Edit(old_length=old, new_length=new, prefix=prefix, survivors=tuple(Span(*s) for s in spans))
 
 
 EDIT = edit_of(10, 400, 380, (20, 10, 70), (100, 90, 30), (140, 130, 200))
@@ -145,9 +141,7 @@ def test_scr_keeps_the_longest_spans_and_renews_their_tails() -> None:
     assert [s.new for s in SCR(min_span=30).select(EDIT).keep] == [10, 90, 130]
     # A tail longer than its span ends where the span begins.
     assert causes_of(SCR(min_span=30, tail=50))["tail"][:3] == [30, 31, 32]
-    assert causes_of(SCR(min_span=30, tail=50), edit_of(0, 99, 99, (10, 5, 30)))["tail"] == list(
-        range(5, 35)
-    )
+    assert causes_of(SCR(min_span=30, tail=50), edit_of(0, 99, 99, (10, 5, 30)))["tail"] == list(range(5, 35))
     assert causes_of(SCR(tail=0))["tail"] == []
 
 
