@@ -28,7 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
         edits=("delete", "insert", "replace"),
         positions=(0.0, 0.25, 0.5, 0.9),
         sizes=(200, 16),
-        thin=3,  # 8 of 24 edits; thin=1 measures all
+        thin=4,  # 6 of 24 edits; thin=1 measures all
         documents=2,
         continuation=64,
         policies=(
