@@ -10,10 +10,11 @@ import dataclasses
 
 import numpy as np
 from reference import Cached, Decoder
+from tolerances import tolerance
 
 import jaxkv
 
-ATOL = 5e-5  # float32 against float64, logits of order 10
+ATOL = tolerance("logits")
 
 
 @dataclasses.dataclass

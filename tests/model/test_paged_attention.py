@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Cached, Decoder
 from tiny import VOCAB
+from tolerances import tolerance
 
 import jaxkv
 from jaxkv.cache.pages import poison_pages
@@ -19,7 +20,7 @@ from jaxkv.steps import run_step
 
 B, T = 3, 16
 SLOTS = 512  # of the pool, whatever the page size
-TOLERANCE = 5e-5  # of logits of order 10, after two layers in float32
+TOLERANCE = tolerance("logits")
 
 
 class Pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tolerances import tolerance
 
 import pallas_kernels
 from jaxkv.cache.pages import KVPages
@@ -52,7 +53,7 @@ def _by_loops(q, kv, page, first, lo, hi, index, positions):
 def test_paged_attention_is_softmax_over_the_slots_a_query_sees(length: int, deltas: int) -> None:
     case = _case(np.random.default_rng(length), length=length, deltas=deltas)
     expected = _by_loops(*case)
-    np.testing.assert_allclose(pallas_kernels.paged_attention(*case), expected, atol=2e-6)
+    np.testing.assert_allclose(pallas_kernels.paged_attention(*case), expected, atol=tolerance("attention"))
 
 
 @pytest.mark.parametrize(("length", "deltas"), [(1, 1), (3, 3), (17, 2)])
@@ -72,7 +73,7 @@ def test_blocked_attention_equals_the_definition(length: int, deltas: int) -> No
     lengths = jnp.full((2,), length, jnp.int32)
     seen = visibility(table, jnp.asarray(positions), lengths, SIZE)
     found = paged_attention(jnp.asarray(q), pages, table, seen, jnp.asarray(positions), layer=0)
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+    np.testing.assert_allclose(found, expected, atol=tolerance("attention"))
 
 
 def test_append_writes_its_slots_and_nothing_else() -> None:
@@ -106,6 +107,6 @@ def test_relocate_rotates_keys_and_copies_values(rotary: int) -> None:
             pair = (row[:, d] + 1j * row[:, d + half]) * np.exp(1j * angle[i, d])
             turned[:, d], turned[:, d + half] = pair.real, pair.imag
         expected[target[0][i], :, target[1][i]] = turned
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(found, expected, atol=tolerance("relocated_key"))
     untouched = [0, 1, 4, 5]
     np.testing.assert_array_equal(found[untouched], kv[untouched])
