@@ -26,10 +26,10 @@ _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 
 def main(_: Sequence[str]) -> int:
     """Runs the experiment that the parsed flags name; returns the exit code."""
+    logging.set_verbosity(logging.WARNING)  # JAX and matplotlib tell how they start
     from experiments import runner
     from jaxkv.io.compilation import enable_compilation_cache
 
-    logging.set_verbosity(logging.WARNING)  # JAX and matplotlib tell how they start
     try:
         enable_compilation_cache()
         given = config_flags.get_override_values(flags.FLAGS["config"])

@@ -12,7 +12,7 @@ from jaxkv.cache.table import bucket
 from jaxkv.memory import Memory
 from jaxkv.model.params import Params
 from jaxkv.model.transformer import StepOutput
-from jaxkv.schedule import Placement, coalesce, delta_of, make_table, step_input, step_sizes
+from jaxkv.schedule import Placement, coalesce, delta_of, for_shape, make_table, step_input, step_sizes
 from jaxkv.steps import Moves, relocate, run_step
 from jaxkv.typing import Array, Int32
 
@@ -90,7 +90,8 @@ def compute(
         done = 0
         for count, shape in step_sizes(len(positions), chunk_size):
             part = slice(done, done + count)
-            step = step_input(tokens[part], positions[part], slots[part], shape, table, drop=drop)
+            fitting = for_shape(table, shape, max_deltas)
+            step = step_input(tokens[part], positions[part], slots[part], shape, fitting, drop=drop)
             out = memory.run(
                 run_step,
                 params,
@@ -103,7 +104,7 @@ def compute(
             memory.pages = out.pages
             # The pages belong to the memory alone: the next step takes them.
             outputs.append((out.replace(pages=()), count))  # type: ignore[attr-defined]
-            shapes.add(("step", shape, *table.page.shape, table.deltas.shape[1], logits, capture))
+            shapes.add(("step", shape, *table.page.shape, fitting.deltas.shape[1], logits, capture))
             done += count
         memory.wait([out.logits for out, _ in outputs])
     except BaseException:

@@ -14,7 +14,7 @@ from jaxkv.execute import extended
 from jaxkv.memory import Memory
 from jaxkv.model.params import Params
 from jaxkv.model.sampling import SamplingInput
-from jaxkv.schedule import Placement, make_table
+from jaxkv.schedule import Placement, for_shape, make_table
 from jaxkv.steps import DecodeInput, decode_many
 from jaxkv.typing import Array, Int32
 
@@ -68,7 +68,7 @@ def decode_batch(
     drop = memory.pool.num_pages * memory.pool.page_size
     rows = [(extended(s.table_segments, p), s.rotate) for s, p in zip(sequences, placements, strict=True)]
     nothing = (rows[0][0][:0], True)
-    table = make_table(memory.pool, rows + [nothing] * idle, max_deltas)
+    table = for_shape(make_table(memory.pool, rows + [nothing] * idle, max_deltas), 1, max_deltas)
     rounds = -(-max_tokens // steps)
     slots = np.full((size, rounds * steps), drop, np.int32)
     for b, placement in enumerate(placements):

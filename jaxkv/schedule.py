@@ -10,11 +10,12 @@ import numpy as np
 
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, FIRST, HI, LO, PAGE, ends, frozen
-from jaxkv.cache.table import GroupInput, StepInput, build_table
+from jaxkv.cache.table import GroupInput, PageTable, StepInput, build_table
 from jaxkv.errors import TokenError
 from jaxkv.typing import Int32
 
 EMPTY: Int32 = EMPTY_SEGMENTS[:, PAGE]
+SMALL_STEP = 64  # tokens
 
 
 def check_tokens(tokens: Any, vocab_size: int, what: str = "tokens") -> Int32:
@@ -180,7 +181,7 @@ def step_input(
     positions: Int32,
     slots: Int32,
     shape: int,
-    table: Any,
+    table: PageTable,
     *,
     drop: int,
 ) -> StepInput:
@@ -207,7 +208,20 @@ def delta_of(pool: PagePool, segments: Int32, *, rotate: bool) -> Int32:
     return delta
 
 
-def make_table(pool: PagePool, rows: list[tuple[Int32, bool]], max_deltas: int) -> Any:
+def for_shape(table: PageTable, shape: int, max_deltas: int) -> PageTable:
+    """`table` as a step of `shape` tokens takes it: small steps always have room for all deltas.
+
+    Rotating a few queries for deltas that are not there costs nothing, and ordinary and relocated
+    sequences then share their small compiled steps. Large ones have R = 1 where that is enough.
+    """
+    missing = max_deltas - table.deltas.shape[1]
+    if shape > SMALL_STEP or missing <= 0:
+        return table
+    deltas = np.pad(table.deltas, ((0, 0), (0, missing)))
+    return table.replace(deltas=deltas)  # type: ignore[attr-defined]
+
+
+def make_table(pool: PagePool, rows: list[tuple[Int32, bool]], max_deltas: int) -> PageTable:
     """A `PageTable` for (segments, rotate) rows."""
     return build_table(
         [(segments, delta_of(pool, segments, rotate=rotate)) for segments, rotate in rows],
