@@ -22,7 +22,8 @@ from jaxkv.cache.sequence import (
     clip,
     frozen,
 )
-from jaxkv.errors import CapacityError, ConfigError, HandleError
+from jaxkv.checks import check_count, check_geometry, check_length, check_tokens
+from jaxkv.errors import ConfigError, HandleError
 from jaxkv.execute import Computed, Materialized, compute, extended, materialize, must_materialize
 from jaxkv.generation import Decoded, Sampling, decode_batch
 from jaxkv.io.models import Model
@@ -32,10 +33,8 @@ from jaxkv.readback import read_kv
 from jaxkv.results import Generation, KVState, StepResult, report
 from jaxkv.reuse.plan import ReusePlan, plan, plan_extension, plan_prompt
 from jaxkv.reuse.policies import Policy
-from jaxkv.schedule import Placement, check_tokens
+from jaxkv.schedule import Placement
 from jaxkv.typing import Float32, Int32
-
-PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
 class Engine:
@@ -70,14 +69,13 @@ class Engine:
         prefix_cache: bool = True,
         poison_free_pages: bool = False,
     ) -> None:
-        if page_size not in PAGE_SIZES:
-            raise ConfigError(f"page_size is {page_size}, expected one of {PAGE_SIZES}")
-        if chunk_size <= 0 or chunk_size % page_size:
-            raise ConfigError(f"chunk_size is {chunk_size}, expected a multiple of page_size {page_size}")
-        if reuse_granularity not in ("token", "chunk"):
-            raise ConfigError(f"reuse_granularity is '{reuse_granularity}', expected 'token' or 'chunk'")
-        if max_deltas < 2:
-            raise ConfigError(f"max_deltas is {max_deltas}, expected at least 2")
+        check_geometry(
+            num_pages=num_pages,
+            page_size=page_size,
+            chunk_size=chunk_size,
+            reuse_granularity=reuse_granularity,
+            max_deltas=max_deltas,
+        )
         self.model = model
         self.config = model.config
         self.chunk_size = chunk_size
@@ -121,7 +119,7 @@ class Engine:
         """
         started = time.perf_counter()
         self._memory.begin()
-        tokens = self._check(tokens)
+        tokens = check_tokens(tokens, self.config)
         length = len(tokens)
         contract = dataclasses.replace(self._contract, tenant=domain)
         reuse = reuse and self._prefix_cache
@@ -150,7 +148,7 @@ class Engine:
         self._require_live(sequence)
         if isinstance(policy, type) or not isinstance(policy, Policy):
             raise ConfigError(f"policy is {policy!r}, expected a policy such as jaxkv.SCR()")
-        tokens = self._check(new_tokens)
+        tokens = check_tokens(new_tokens, self.config)
         work = plan(policy, sequence, tokens, grid=self._grid)
         whole = work.prefix == len(tokens) == len(sequence)
         end = MatchEnd(Cause.COMPLETE if whole else Cause.TOKENS, work.prefix)
@@ -161,8 +159,8 @@ class Engine:
         """Appends `tokens` to `sequence`, which stays as it was. Exact if the sequence is."""
         started = time.perf_counter()
         self._require_live(sequence)
-        added = self._check(tokens)
-        work = plan_extension(sequence, self._check(np.concatenate([sequence.tokens, added])))
+        added = check_tokens(tokens, self.config)
+        work = plan_extension(sequence, check_tokens(np.concatenate([sequence.tokens, added]), self.config))
         where = MatchEnd(Cause.COMPLETE, len(sequence))
         return self._apply(work, sequence.contract, where, started, grid_length=sequence.grid_length)
 
@@ -199,8 +197,7 @@ class Engine:
         sampling: Sampling | list[Sampling] | None = None,
     ) -> list[Generation]:
         """Continues several sequences together in one compiled loop; `sampling` may differ by row."""
-        if max_tokens < 1:
-            raise ConfigError(f"max_tokens is {max_tokens}, expected at least 1")
+        max_tokens = check_count("max_tokens", max_tokens)
         if not sequences:
             raise ConfigError("sequences are empty, expected at least one")
         if sampling is None:
@@ -212,7 +209,7 @@ class Engine:
             )
         for sequence in sequences:
             self._require_live(sequence)
-            self._check_length(len(sequence) + max_tokens)
+            check_length(len(sequence) + max_tokens, self.config)
         placements: list[Placement] = []
         claimed: set[int] = set()
         try:
@@ -238,7 +235,7 @@ class Engine:
 
         The sequence stays as it was, and so does the prefix index.
         """
-        tokens = self._check(continuation, "continuation")
+        tokens = check_tokens(continuation, self.config, "continuation")
         self._require_live(sequence)
         first = np.asarray(sequence.logits, np.float32)[None]
         if len(tokens) == 1:
@@ -248,7 +245,7 @@ class Engine:
 
     def attention_outputs(self, sequence: Sequence, continuation: Any) -> Float32:
         """Attention outputs f32[L, T, N·H] of `continuation` fed behind `sequence`, which stays."""
-        tokens = self._check(continuation, "continuation")
+        tokens = check_tokens(continuation, self.config, "continuation")
         outputs = self._peek(sequence, tokens).outputs
         return np.concatenate([np.asarray(out.attention)[:, 0, :n] for out, n in outputs], axis=1)
 
@@ -400,7 +397,7 @@ class Engine:
         Always with all logits and attention outputs: one compiled step serves every question.
         """
         self._require_live(sequence)
-        self._check_length(len(sequence) + len(tokens))
+        check_length(len(sequence) + len(tokens), self.config)
         done = compute(
             self._memory,
             self._params,
@@ -466,15 +463,3 @@ class Engine:
             )
         tenant = sequence.contract.tenant
         dataclasses.replace(self._contract, tenant=tenant).require(sequence.contract)
-
-    def _check(self, tokens: Any, what: str = "tokens") -> Int32:
-        checked = check_tokens(tokens, self.config.vocab_size, what)
-        self._check_length(len(checked))
-        return checked
-
-    def _check_length(self, length: int) -> None:
-        if length > self.config.max_positions:
-            raise CapacityError(
-                f"the sequence has {length} tokens, expected at most the model's "
-                f"{self.config.max_positions} positions"
-            )

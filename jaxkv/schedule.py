@@ -1,45 +1,19 @@
-"""Host arithmetic between a request and a step: token checks, chunk shapes, slots for new tokens."""
+"""Host arithmetic between a request and a step: chunk shapes, slots for new tokens."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, FIRST, HI, LO, PAGE, ends, frozen
 from jaxkv.cache.table import GroupInput, PageTable, StepInput, build_table
-from jaxkv.errors import TokenError
 from jaxkv.typing import Int32
 
 EMPTY: Int32 = EMPTY_SEGMENTS[:, PAGE]
 SMALL_STEP = 64  # tokens
-
-
-def check_tokens(tokens: Any, vocab_size: int, what: str = "tokens") -> Int32:
-    """Returns `tokens` as a write-protected i32[n] copy.
-
-    Raises:
-      TokenError: empty, not one-dimensional, not integers, or an id outside 0..vocab_size-1.
-    """
-    try:
-        array = np.asarray(tokens)
-    except ValueError:
-        raise TokenError(f"{what} are ragged, expected one dimension of token ids") from None
-    if array.ndim != 1:
-        raise TokenError(f"{what} have shape {array.shape}, expected one dimension")
-    if array.size == 0:
-        raise TokenError(f"{what} are empty, expected at least one token")
-    if array.dtype.kind not in "iu":
-        raise TokenError(f"{what} have dtype {array.dtype}, expected integers")
-    # JAX clamps an out-of-range gather silently, so this is the only place to notice.
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= vocab_size:
-        bad = int(np.argmax((array < 0) | (array >= vocab_size)))
-        raise TokenError(f"{what}[{bad}] is {int(array[bad])}, expected a token id in 0..{vocab_size - 1}")
-    return frozen(np.array(array, np.int32))
 
 
 def step_sizes(count: int, chunk: int) -> list[tuple[int, int]]:

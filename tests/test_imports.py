@@ -17,7 +17,7 @@ FLOORS = (
     ("reuse",),
     ("model",),
     ("steps",),
-    ("memory", "results", "schedule", "readback", "execute", "generation", "io"),
+    ("checks", "memory", "results", "schedule", "readback", "execute", "generation", "io"),
     ("engine",),
     ("",),  # the package itself: the public names
 )
@@ -25,7 +25,7 @@ FLOORS = (
 ASIDE = ("divergence", "summary")
 # Device modules of the cache: everything else in cache and reuse is host code.
 DEVICE = ("cache.pages",)
-HOST = ("cache", "reuse", "model.config", "typing", "errors", "divergence", "schedule")
+HOST = ("cache", "reuse", "model.config", "typing", "errors", "divergence", "checks", "schedule")
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
 ALLOWED_ON_HOST = {"cache.table": ("flax",)}  # NumPy tables in a pytree container
 

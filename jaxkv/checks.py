@@ -1,0 +1,77 @@
+"""What an engine refuses, in one sentence each, before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxkv.cache.sequence import frozen
+from jaxkv.errors import CapacityError, ConfigError, TokenError
+from jaxkv.model.config import ModelConfig
+from jaxkv.typing import Int32
+
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+GRANULARITIES = ("token", "chunk")
+
+
+def check_geometry(
+    *, num_pages: int, page_size: int, chunk_size: int, reuse_granularity: str, max_deltas: int
+) -> None:
+    """Refuses an engine's geometry with a ConfigError."""
+    for name, value in (("num_pages", num_pages), ("chunk_size", chunk_size), ("max_deltas", max_deltas)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise ConfigError(f"{name} is {value!r}, expected a whole number")
+    if num_pages < 1:
+        raise ConfigError(f"num_pages is {num_pages}, expected a positive number")
+    if page_size not in PAGE_SIZES:
+        raise ConfigError(f"page_size is {page_size}, expected one of {PAGE_SIZES}")
+    if chunk_size <= 0 or chunk_size % page_size:
+        raise ConfigError(f"chunk_size is {chunk_size}, expected a multiple of page_size {page_size}")
+    if reuse_granularity not in GRANULARITIES:
+        raise ConfigError(f"reuse_granularity is '{reuse_granularity}', expected 'token' or 'chunk'")
+    if max_deltas < 2:
+        raise ConfigError(f"max_deltas is {max_deltas}, expected at least 2")
+
+
+def check_tokens(tokens: Any, config: ModelConfig, what: str = "tokens") -> Int32:
+    """Returns `tokens` as a write-protected i32[n] copy.
+
+    Raises:
+      TokenError: empty, not one-dimensional, not integers, or an id outside 0..vocab_size-1.
+      CapacityError: more tokens than the model has positions.
+    """
+    try:
+        array = np.asarray(tokens)
+    except ValueError:
+        raise TokenError(f"{what} are ragged, expected one dimension of token ids") from None
+    if array.ndim != 1:
+        raise TokenError(f"{what} have shape {array.shape}, expected one dimension")
+    if array.size == 0:
+        raise TokenError(f"{what} are empty, expected at least one token")
+    if array.dtype.kind not in "iu":
+        raise TokenError(f"{what} have dtype {array.dtype}, expected integers")
+    # JAX clamps an out-of-range gather silently, so this is the only place to notice.
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= config.vocab_size:
+        bad = int(np.argmax((array < 0) | (array >= config.vocab_size)))
+        raise TokenError(
+            f"{what}[{bad}] is {int(array[bad])}, expected a token id in 0..{config.vocab_size - 1}"
+        )
+    check_length(array.size, config)
+    return frozen(np.array(array, np.int32))
+
+
+def check_length(length: int, config: ModelConfig) -> None:
+    """Raises CapacityError for a sequence that is longer than the model's positions."""
+    if length > config.max_positions:
+        raise CapacityError(
+            f"the sequence has {length} tokens, expected at most the model's {config.max_positions} positions"
+        )
+
+
+def check_count(name: str, value: Any) -> int:
+    """Returns a whole number of at least 1, or raises ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ConfigError(f"{name} is {value!r}, expected a whole number of at least 1")
+    return int(value)
