@@ -12,6 +12,7 @@ import ml_collections
 
 from experiments.workloads import WORKLOADS
 from experiments.workloads.edit_grid import EDITS
+from jaxkv.checks import check_geometry
 from jaxkv.errors import ConfigError, nearest
 from jaxkv.reuse.policies import policy_from_name
 
@@ -73,6 +74,13 @@ class ExperimentConfig:
     greedy_tokens: int = 0  # greedy tokens compared with exact; 0: none
 
     def __post_init__(self) -> None:
+        check_geometry(
+            num_pages=self.num_pages or 1,
+            page_size=self.page_size,
+            chunk_size=self.chunk_size,
+            reuse_granularity="token",
+            max_deltas=2,
+        )
         _one_of("workload", self.workload, tuple(WORKLOADS))
         _one_of("dtype", self.dtype, ("float32", "bfloat16"))
         for name in ("name", "model", "corpus"):

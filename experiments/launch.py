@@ -31,7 +31,10 @@ def main(_: Sequence[str]) -> int:
     from jaxkv.io.compilation import enable_compilation_cache
 
     try:
-        enable_compilation_cache()
+        try:
+            enable_compilation_cache()
+        except OSError as error:  # slower, not wrong
+            print(f"warning: compiled steps are not kept: {error}", file=sys.stderr)
         given = config_flags.get_override_values(flags.FLAGS["config"])
         result = runner.run(_CONFIG.value, _WORKDIR.value, given=tuple(given))
     except KeyboardInterrupt:
@@ -39,7 +42,10 @@ def main(_: Sequence[str]) -> int:
     except JaxkvError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    return 0 if result.finished else 1
+    except OSError as error:  # a full disk, a directory that can't be written
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0 if result.finished and not result.failed else 1
 
 
 def parse_flags(argv: list[str]) -> list[str]:
@@ -68,4 +74,7 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    try:
+        app.run(main, flags_parser=parse_flags)
+    except KeyboardInterrupt:  # before or after the run itself, which says how to resume
+        sys.exit(130)

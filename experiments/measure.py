@@ -13,6 +13,7 @@ from experiments.records import NOISE, Record
 from jaxkv.cache.sequence import Sequence
 from jaxkv.divergence import divergence, layer_divergence
 from jaxkv.engine import Engine
+from jaxkv.errors import JaxkvError
 from jaxkv.io.models import Model
 from jaxkv.results import KVState, StepResult
 from jaxkv.reuse.policies import Policy, policy_from_name
@@ -91,7 +92,11 @@ class Bench:
 
     def policy(self, case: Case, name: str, reference: Reference) -> Record:
         """Edits the cached text under one policy and compares the answer with the reference."""
-        result, seconds = self._timed_edit(self._cached(case.old), case, policy_from_name(name))
+        try:
+            result, seconds = self._timed_edit(self._cached(case.old), case, policy_from_name(name))
+        except JaxkvError:
+            self._forget_old()
+            raise
         try:
             sequence, text, reuse = result.sequence, case.continuation, result.reuse
             logits = np.asarray(self._engine.score(sequence, text))
@@ -122,16 +127,15 @@ class Bench:
         finally:
             self._engine.release(result.sequence)
 
-    def close(self) -> None:
-        """Gives back the cached text."""
-        if self._old is not None:
-            self._engine.release(self._old[1])
-            self._old = None
+    def _forget_old(self) -> None:
+        # Not released by hand: a step that failed may have released it with everything else, and
+        # the engine takes back what nobody refers to.
+        self._old = None
 
     def _cached(self, tokens: Int32) -> Sequence:
         """The exact KV of `tokens`; kept from case to case while the text is the same."""
         if self._old is None or not np.array_equal(self._old[0], tokens):
-            self.close()
+            self._forget_old()
             self._old = tokens, self._engine.prefill(tokens).sequence
         return self._old[1]
 

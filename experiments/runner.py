@@ -27,6 +27,7 @@ from experiments.subject import load_subject
 from experiments.workloads import make_cases
 from experiments.workloads.case import Case
 from experiments.workloads.corpus import Corpus, encode, load_corpus
+from jaxkv.errors import ConfigError
 from jaxkv.io.models import Model
 
 
@@ -102,6 +103,7 @@ def _measure_all(config: ExperimentConfig, directory: RunDirectory, console: Con
         tokens = encode(corpus, model)
         bos = _bos(config, model)
         cases = make_cases(config, tokens, bos)
+    _require_positions(config, model)
     planned_keys = [key for i, case in enumerate(cases) for key in _keys(config, i, case)]
     document = _document(config, corpus, len(tokens), model, planned_keys)
     if previous is None:
@@ -109,6 +111,15 @@ def _measure_all(config: ExperimentConfig, directory: RunDirectory, console: Con
     else:
         refuse_changes(directory.path, _identity(previous), _identity(document))
     _measure(config, directory, model, cases, console)
+
+
+def _require_positions(config: ExperimentConfig, model: Model) -> None:
+    longest = max(config.context) + max(config.sizes) + config.continuation + config.greedy_tokens
+    if longest > model.config.max_positions:
+        raise ConfigError(
+            f"config.context holds {max(config.context)}, with edit and continuation {longest} tokens, "
+            f"expected at most the {model.config.max_positions} positions of {model.name}"
+        )
 
 
 def _measure(
@@ -167,7 +178,6 @@ def _measure(
                 directory.append(record)
                 progress.advance(task)
         progress.update(task, description="Measured")
-    bench.close()
 
 
 def _keys(config: ExperimentConfig, index: int, case: Case) -> list[Key]:

@@ -19,11 +19,19 @@ def check_geometry(
     *, num_pages: int, page_size: int, chunk_size: int, reuse_granularity: str, max_deltas: int
 ) -> None:
     """Refuses an engine's geometry with a ConfigError."""
-    for name, value in (("num_pages", num_pages), ("chunk_size", chunk_size), ("max_deltas", max_deltas)):
+    numbers = {
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "chunk_size": chunk_size,
+        "max_deltas": max_deltas,
+    }
+    for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise ConfigError(f"{name} is {value!r}, expected a whole number")
     if num_pages < 1:
         raise ConfigError(f"num_pages is {num_pages}, expected a positive number")
+    if num_pages * page_size >= 2**31:
+        raise ConfigError(f"num_pages is {num_pages}, expected fewer than 2**31 slots in all")
     if page_size not in PAGE_SIZES:
         raise ConfigError(f"page_size is {page_size}, expected one of {PAGE_SIZES}")
     if chunk_size <= 0 or chunk_size % page_size:

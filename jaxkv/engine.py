@@ -7,9 +7,11 @@ exact, report. `docs/architecture.md` follows one through.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import Counter
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
@@ -35,6 +37,24 @@ from jaxkv.reuse.plan import ReusePlan, plan, plan_extension, plan_prompt
 from jaxkv.reuse.policies import Policy
 from jaxkv.schedule import Placement
 from jaxkv.typing import Float32, Int32
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _interruptible(method: F) -> F:
+    """Notes that a call was broken off by something that is no error, such as Ctrl-C."""
+
+    @functools.wraps(method)
+    def call(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            self._memory.interrupted = True
+            raise
+
+    return cast(F, call)
 
 
 class Engine:
@@ -69,6 +89,8 @@ class Engine:
         prefix_cache: bool = True,
         poison_free_pages: bool = False,
     ) -> None:
+        if not isinstance(model, Model):
+            raise ConfigError(f"model is a {type(model).__name__}, expected what jaxkv.load returns")
         check_geometry(
             num_pages=num_pages,
             page_size=page_size,
@@ -105,6 +127,7 @@ class Engine:
 
     # ---- sequences in, values out ------------------------------------------------------------
 
+    @_interruptible
     def prefill(self, tokens: Any, *, domain: str = "default", reuse: bool = True) -> StepResult:
         """Computes a prompt, reusing the longest exact prefix that `domain` has published.
 
@@ -134,6 +157,7 @@ class Engine:
         finally:
             self._memory.release(segments[:, PAGE])
 
+    @_interruptible
     def edit(self, sequence: Sequence, new_tokens: Any, policy: Policy) -> StepResult:
         """Answers for `new_tokens` from the KV of `sequence`, as `policy` allows.
 
@@ -155,6 +179,7 @@ class Engine:
         on_grid = min(sequence.grid_length, work.prefix)
         return self._apply(work, sequence.contract, end, started, grid_length=on_grid)
 
+    @_interruptible
     def extend(self, sequence: Sequence, tokens: Any) -> StepResult:
         """Appends `tokens` to `sequence`, which stays as it was. Exact if the sequence is."""
         started = time.perf_counter()
@@ -189,6 +214,7 @@ class Engine:
         )
         return self.generate_batch([sequence], max_tokens=max_tokens, sampling=sampling)[0]
 
+    @_interruptible
     def generate_batch(
         self,
         sequences: list[Sequence],
@@ -230,6 +256,7 @@ class Engine:
             for placement in placements:
                 self._memory.release(placement.fresh)
 
+    @_interruptible
     def score(self, sequence: Sequence, continuation: Any) -> Float32:
         """Logits f32[T, V]; row t predicts continuation[t] from the sequence and continuation[:t].
 
@@ -243,22 +270,26 @@ class Engine:
         outputs = self._peek(sequence, tokens[:-1]).outputs
         return np.concatenate([first, *(np.asarray(out.logits)[0, :n] for out, n in outputs)])
 
+    @_interruptible
     def attention_outputs(self, sequence: Sequence, continuation: Any) -> Float32:
         """Attention outputs f32[L, T, N·H] of `continuation` fed behind `sequence`, which stays."""
         tokens = check_tokens(continuation, self.config, "continuation")
         outputs = self._peek(sequence, tokens).outputs
         return np.concatenate([np.asarray(out.attention)[:, 0, :n] for out, n in outputs], axis=1)
 
+    @_interruptible
     def read_kv(self, sequence: Sequence) -> KVState:
         """Keys (un-rotated) and values of a sequence, read back to the host in float32."""
         self._require_live(sequence)
         return read_kv(self._memory.pages[0], self._memory.pool, sequence, self.config)
 
+    @_interruptible
     def fork(self, sequence: Sequence) -> Sequence:
         """A second handle on the same state, released on its own. Copies no KV."""
         self._require_live(sequence)
         return self._memory.adopt(lambda id: dataclasses.replace(sequence, id=id))
 
+    @_interruptible
     def release(self, sequence: Sequence) -> None:
         """Gives the sequence's pages back. What was published stays in the prefix index.
 
@@ -288,7 +319,7 @@ class Engine:
         return tuple(sorted({*self.config.eos_token_ids, *extra}))
 
     def stats(self) -> dict[str, int]:
-        """Counters: pages free, live and held by the index, tokens by kind, shapes compiled."""
+        """Counters: pages free, live and held by the index, tokens by kind, shapes of steps run."""
         memory = self._memory
         memory.begin()
         return {
@@ -439,7 +470,10 @@ class Engine:
         tokenizer = self.model.tokenizer
         return Generation(
             tokens=decoded.tokens,
-            text=tokenizer.decode(decoded.tokens) if tokenizer else None,
+            # A model's vocabulary may be padded beyond its tokenizer's.
+            text=tokenizer.decode(decoded.tokens[decoded.tokens < tokenizer.vocab_size])
+            if tokenizer
+            else None,
             sequence=sequence,
             finish_reason="stop" if decoded.stopped else "length",
         )

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, HI, LO, concatenate, slots_of
-from jaxkv.cache.table import bucket
+from jaxkv.cache.table import StepInput, bucket
 from jaxkv.memory import Memory
 from jaxkv.model.params import Params
 from jaxkv.model.transformer import StepOutput
 from jaxkv.schedule import Placement, coalesce, delta_of, for_shape, make_table, step_input, step_sizes
-from jaxkv.steps import Moves, relocate, run_step
+from jaxkv.steps import Moves, Pages, relocate, run_step
 from jaxkv.typing import Array, Int32
 
 MOVE_SLOTS = 1024  # slots of one relocation step: bounds its temporaries
@@ -83,6 +83,12 @@ def compute(
     else:
         placement = Placement.of(EMPTY_SEGMENTS)
         slots = np.full(len(positions), drop, np.int32)
+
+    def one(pages: Pages, step: StepInput) -> tuple[Pages, StepOutput]:
+        out = run_step(params, pages, step, config=memory.config, logits=logits, capture=capture)
+        # The pages belong to the memory alone: the next step takes them.
+        return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
+
     outputs: list[tuple[StepOutput, int]] = []
     shapes: set[tuple[Any, ...]] = set()
     try:
@@ -92,18 +98,8 @@ def compute(
             part = slice(done, done + count)
             fitting = for_shape(table, shape, max_deltas)
             step = step_input(tokens[part], positions[part], slots[part], shape, fitting, drop=drop)
-            out = memory.run(
-                run_step,
-                params,
-                memory.pages,
-                step,
-                config=memory.config,
-                logits=logits,
-                capture=capture,
-            )
-            memory.pages = out.pages
-            # The pages belong to the memory alone: the next step takes them.
-            outputs.append((out.replace(pages=()), count))  # type: ignore[attr-defined]
+            out = memory.run(one, step)
+            outputs.append((out, count))
             shapes.add(("step", shape, *table.page.shape, fitting.deltas.shape[1], logits, capture))
             done += count
         memory.wait([out.logits for out, _ in outputs])
@@ -131,6 +127,10 @@ def materialize(memory: Memory, segments: Int32) -> Materialized:
     deltas = np.repeat(delta[delta != 0], moving[:, HI] - moving[:, LO]).astype(np.int32)
     placement = memory.place(EMPTY_SEGMENTS, positions)
     drop = memory.pool.num_pages * memory.pool.page_size
+
+    def move(pages: Pages, moves: Moves) -> tuple[Pages, None]:
+        return relocate(pages, (moves,), config=memory.config), None
+
     try:
         for start in range(0, len(positions), MOVE_SLOTS):
             part = slice(start, start + MOVE_SLOTS)
@@ -139,7 +139,7 @@ def materialize(memory: Memory, segments: Int32) -> Materialized:
             padded[1] = drop
             padded[:, :count] = source[part], placement.slots[part], deltas[part]
             moves = Moves(source=padded[0], target=padded[1], delta=padded[2])
-            memory.pages = memory.run(relocate, memory.pages, (moves,), config=memory.config)
+            memory.run(move, moves)
         memory.wait(memory.pages)
     except BaseException:
         memory.release(placement.fresh)

@@ -15,7 +15,7 @@ from jaxkv.memory import Memory
 from jaxkv.model.params import Params
 from jaxkv.model.sampling import SamplingInput
 from jaxkv.schedule import Placement, for_shape, make_table
-from jaxkv.steps import DecodeInput, decode_many
+from jaxkv.steps import DecodeInput, DecodeOutput, Pages, decode_many
 from jaxkv.typing import Array, Int32
 
 LOOP_STEPS = 32  # tokens of one compiled loop; between loops the host looks whether all rows ended
@@ -32,14 +32,24 @@ class Sampling:
     stop: tuple[int, ...] = ()  # token ids that end a row
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+                raise ConfigError(f"{name} is {value!r}, expected a number")
+        for name, most in (("top_k", 2**31), ("seed", 2**32)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise ConfigError(f"{name} is {value!r}, expected a whole number")
+            if not 0 <= value < most:
+                raise ConfigError(f"{name} is {value}, expected 0 to {most - 1}")
+        if not 0 <= self.temperature < 1e30:
             raise ConfigError(f"temperature is {self.temperature}, expected 0 or more")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k is {self.top_k}, expected 0 (off) or more")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed is {self.seed}, expected 0 to 2**32 - 1")
+        if not isinstance(self.stop, tuple) or not all(
+            isinstance(token, int | np.integer) and 0 <= token < 2**31 for token in self.stop
+        ):
+            raise ConfigError(f"stop is {self.stop!r}, expected a tuple of token ids")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +101,11 @@ def decode_batch(
     left = np.array([max_tokens] * batch + [0] * idle, np.int32)
     tokens: list[list[Int32]] = [[] for _ in sequences]
     stopped = np.zeros(size, bool)
+
+    def one(pages: Pages, inputs: DecodeInput) -> tuple[Pages, DecodeOutput]:
+        out = decode_many(params, pages, inputs, config=memory.config)
+        return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
+
     for number in range(rounds):
         inputs = DecodeInput(
             logits=logits,
@@ -101,8 +116,9 @@ def decode_batch(
             tables=(table,),
             sampling=sampling,
         )
-        out = memory.run(decode_many, params, memory.pages, inputs, config=memory.config)
-        memory.pages, logits = out.pages, out.logits
+        out = memory.run(one, inputs)
+        memory.wait(out.counts)
+        logits = out.logits
         counts = np.asarray(out.counts)
         drawn = np.asarray(out.tokens)
         for b in range(batch):

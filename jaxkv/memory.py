@@ -48,43 +48,65 @@ class Memory:
         self.pool = PagePool(num_pages, page_size)
         self.index = PrefixIndex(self.pool, grid=grid)
         self.live: dict[int, Int32] = {}  # held pages of every sequence handed out, by id
+        self.interrupted = False  # a call ended by Ctrl-C or the like
         self._lost = False
         self._collected: collections.deque[int] = collections.deque()
         self.pages = self._make_pages()
 
     def _make_pages(self) -> Pages:
-        pages = tuple(
-            make_pages(
-                self.config,
-                group,
-                num_pages=self.pool.num_pages,
-                page_size=self.pool.page_size,
-                dtype=self.kv_dtype,
+        try:
+            pages = tuple(
+                make_pages(
+                    self.config,
+                    group,
+                    num_pages=self.pool.num_pages,
+                    page_size=self.pool.page_size,
+                    dtype=self.kv_dtype,
+                )
+                for group in self.config.groups
             )
-            for group in self.config.groups
-        )
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            per_token = self.config.kv_bytes_per_token(np.dtype(np.float32).itemsize)
+            size = self.pool.num_pages * self.pool.page_size * per_token / 2**30
+            raise CapacityError(
+                f"num_pages is {self.pool.num_pages}, about {size:,.1f} GiB in float32, expected a pool "
+                "that fits the device's memory"
+            ) from error
         if self.poison:
             everything = np.arange(self.pool.num_pages, dtype=np.int32)
             pages = tuple(poison_pages(group, everything) for group in pages)
         return pages
 
     def begin(self) -> None:
-        """Starts a call: releases what was garbage-collected, and what a failed step lost."""
-        self.collect()
+        """Starts a call: releases what was garbage-collected, and mends what the last call broke."""
+        if any(group.kv.is_deleted() for group in self.pages):
+            self._lost = True
+            self.live.clear()
         if self._lost:
-            self._lost = False
             self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
             self.index = PrefixIndex(self.pool, grid=self.index.grid)
             self.pages = self._make_pages()
+        elif self.interrupted:
+            # It may have struck between an array operation and its note: only the sequences that were
+            # handed out are certain.
+            self.index = PrefixIndex(self.pool, grid=self.index.grid)
+            self._freed(self.pool.rebuild(self.live.values()))
+        self._lost = self.interrupted = False
+        self.collect()
 
-    def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Runs a step that takes the pages. If it fails after taking them, all is lost, and said so."""
+    def run(self, step: Callable[..., tuple[Pages, T]], *inputs: Any) -> T:
+        """Gives a step the pages, then `inputs`, and keeps the pages it returns.
+
+        If it fails after taking them, all is lost, and said so. An interrupt passes as it is; the next
+        call finds out what it left.
+        """
         try:
-            return step(*args, **kwargs)
-        except BaseException as error:
+            self.pages, result = step(self.pages, *inputs)
+        except Exception as error:
             if any(group.kv.is_deleted() for group in self.pages):
                 raise self._lose() from error
             raise
+        return result
 
     def wait(self, values: Any) -> None:
         """Waits for a step's results: only now is it known that it succeeded."""
@@ -123,10 +145,10 @@ class Memory:
         """Hands a sequence out under a new id, holding its pages until it is released or collected."""
         sequence = make(next(_ids))
         held = sequence.held_pages
-        self.pool.retain(held)
-        self.live[sequence.id] = held
         # A finalizer may run in the middle of anything: it only leaves a note for the next call.
         weakref.finalize(sequence, self._collected.append, sequence.id)
+        self.pool.retain(held)
+        self.live[sequence.id] = held
         return sequence
 
     def collect(self) -> None:

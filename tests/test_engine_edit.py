@@ -354,3 +354,21 @@ def test_names_are_policies(engine: jaxkv.Engine, text: Text) -> None:
     for name in ("exact", "drop", "no_rotation", "scr", "first_k", "sinks", "forget"):
         policy = policy_from_name(name)
         assert engine.edit(first, new, policy).reuse.policy == str(policy)
+
+
+def test_forget_after_another_edit_keeps_nothing_that_attended_deleted_text(
+    make_engine: Engines, decoder: Decoder, text: Text
+) -> None:
+    """The deletion may lie in an earlier edit: what was relocated then is not exact, so not kept."""
+    engine = make_engine()
+    whole = text(150)
+    secret, rest = whole[40:60], np.concatenate([whole[:40], whole[60:]])
+    assert len(secret) == 20
+    relocated = engine.edit(engine.prefill(whole).sequence, rest, jaxkv.SCR(min_span=8)).sequence
+    assert relocated.exact_length <= 41
+    longer = np.concatenate([rest, text(5, seed=9)])
+    result = engine.edit(relocated, longer, jaxkv.Forget())
+    assert result.reuse.matched <= relocated.exact_length
+    assert result.reuse.relocated == 0
+    assert result.reuse.kind == "exact"
+    np.testing.assert_allclose(result.logits, decoder.logits(longer)[-1], atol=ATOL)

@@ -24,6 +24,11 @@ def answer(summary: Summary, model: str) -> str:
             f"{on}, only exact policies and controls ran: exact needs {exact.ttft_ms:,.0f} ms to "
             f"the first token after an edit, at mean KL {figure(exact.kl)} nats{_noise(exact)}."
         )
+    if math.isnan(hero.flops_relative):
+        return (
+            f"{on}, no cost can be compared: exact did not finish; {describe(hero.policy)} has mean KL "
+            f"{figure(hero.kl)} nats{_noise(hero)}."
+        )
     cheap = (
         f"{on}, {describe(hero.policy)} answers after an edit {_times(1 / hero.flops_relative)} "
         f"{'cheaper' if hero.flops_relative < 1 else 'dearer'} than exact prefix reuse "

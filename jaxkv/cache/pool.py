@@ -144,6 +144,22 @@ class PagePool:
             )
         np.maximum.at(self.filled, known, marks)
 
+    def rebuild(self, references: Iterable[npt.ArrayLike]) -> Int32:
+        """Makes `references` the only ones, whatever was counted before.
+
+        Returns:
+          i32[f], the pages that became free by this.
+        """
+        before = self.refcount > 0
+        counts = np.zeros(self.num_pages, np.int32)
+        for pages in references:
+            np.add.at(counts, self._known(pages), _ONE)
+        self.refcount = counts
+        free = np.flatnonzero(counts == 0).astype(np.int32)
+        self._top = len(free)
+        self._free[: self._top] = free[::-1]
+        return free[before[free]]
+
     def check(self, references: Iterable[npt.ArrayLike]) -> None:
         """Integrity: counts equal the given references, and the free list is exactly the rest.
 

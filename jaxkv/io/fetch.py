@@ -166,7 +166,7 @@ def _download(model: NamedModel, scratch: Path, progress: Progress | None) -> Pa
             f"{by_hand_advice(model, scratch.parent)}"
         )
     log = scratch / "log"
-    # temporary files in scratch: they count for progress, and /tmp may be too small
+    # temporary files in scratch: they count for progress, and the system's own place may be small
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with log.open("wb") as sink:
         process = subprocess.Popen(

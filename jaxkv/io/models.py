@@ -17,7 +17,7 @@ from pathlib import Path
 import rich.console
 import rich.progress
 
-from jaxkv.errors import FetchError, FormatError, nearest
+from jaxkv.errors import ConfigError, FetchError, FormatError, nearest
 from jaxkv.io.checkpoint import (
     FORMAT_VERSION,
     Model,
@@ -68,6 +68,10 @@ def load(
       FetchError: the model is not here and could not be fetched; says what to put where.
       FormatError: a file is truncated, corrupt or unsupported.
     """
+    if not isinstance(source, str | Path) or not str(source):
+        raise ConfigError(f"source is {source!r}, expected a model's name or a path")
+    if not isinstance(dtype, str):
+        raise ConfigError(f"dtype is {dtype!r}, expected the text 'float32' or 'bfloat16'")
     dtype_of(dtype)
     name = str(source)
     with _progress(progress) as report:

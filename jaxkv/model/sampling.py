@@ -24,7 +24,8 @@ def sample(logits: Array, params: SamplingInput, positions: Array) -> Array:
 
     The randomness of a row depends on its seed and position only, not on its batch: the same request
     gives the same text whatever it is served with. Top-k is applied first, then top-p over what is
-    left (Holtzman et al., arXiv 1904.09751); the most likely token always stays.
+    left (Holtzman et al., arXiv 1904.09751); the most likely token
+    always stays, and so do tokens that tie with the last one kept.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 

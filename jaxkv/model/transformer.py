@@ -10,6 +10,7 @@ from flax import struct
 
 from jaxkv.cache.pages import KVPages, write_slots
 from jaxkv.cache.table import StepInput
+from jaxkv.errors import ConfigError
 from jaxkv.model.attention import dense_attention, paged_attention, visibility
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.layers import embed, gated_mlp, project, rms_norm, unembed
@@ -67,6 +68,8 @@ def forward_step(
       logits: "last" for f32[B, V] at each row's last valid token, "all" for f32[B, T, V]; static.
       capture: also return every layer's attention output; static.
     """
+    if logits not in LOGITS:
+        raise ConfigError(f"logits is '{logits}', expected 'last' or 'all'")
     positions, rope = step.positions, config.rope
     cos, sin = rope_angles(positions, rope, config.max_positions)
     key_angles = cos[:, :, None], sin[:, :, None]

@@ -104,6 +104,7 @@ def make_edit(sequence: Sequence, new_tokens: Int32, policy: Policy) -> Edit:
         prefix = min(prefix, sequence.exact_length)
     return Edit(
         old_length=len(sequence.tokens),
+        exact_length=sequence.exact_length,
         new_length=len(new_tokens),
         prefix=prefix,
         survivors=found,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class Edit:
 
     old_length: int
     new_length: int
+    exact_length: int  # leading tokens of the source whose KV is exact
     prefix: int  # leading tokens that are the same and whose KV is kept as it stands
     survivors: tuple[Span, ...]  # behind the prefix, sorted by new position, disjoint in both
 
@@ -51,7 +52,7 @@ class Policy(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether only exact KV may be kept."""
+        """Whether only KV that is exact in its source may be kept."""
         ...
 
     @property
@@ -77,9 +78,9 @@ def _ranges(starts: list[int], ends: list[int]) -> Int32:
     return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
 
 
-def _require(what: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{what} is {value}, expected at least {least}")
+def _require(what: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ConfigError(f"{what} is {value!r}, expected a whole number of at least {least}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +139,10 @@ class SCR:
         _require("max_spans", self.max_spans, 1)
         _require("min_span", self.min_span, 1)
         _require("tail", self.tail, 0)
+        if not isinstance(self.repairs, tuple) or not all(
+            isinstance(repair, FirstK | Sinks) for repair in self.repairs
+        ):
+            raise ConfigError(f"repairs are {self.repairs!r}, expected a tuple of FirstK and Sinks")
 
     @property
     def exact(self) -> bool:
@@ -236,7 +241,7 @@ class Forget:
 
     @property
     def exact(self) -> bool:
-        return False
+        return True
 
     def select(self, edit: Edit) -> Selection:
         covered = np.zeros(edit.old_length, bool)
@@ -244,6 +249,8 @@ class Forget:
         for s in edit.survivors:
             covered[s.old : s.old + s.length] = True
         first_deleted = edit.old_length if covered.all() else int(np.argmin(covered))
+        # Of an edited source, what is not exact may have attended what was deleted before.
+        first_deleted = min(first_deleted, edit.exact_length)
         untouched = tuple(
             Span(s.old, s.new, min(s.length, first_deleted - s.old))
             for s in edit.survivors
@@ -267,7 +274,7 @@ POLICIES: dict[str, tuple[Callable[..., Policy], tuple[str, ...]]] = {
     "forget": (Forget, ()),
 }
 _FORM = re.compile(r"(\w+)\s*(?:\(([^()]*)\))?", re.ASCII)
-_NUMBER = re.compile(r"-?[0-9]+")
+_NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
 def policy_from_name(text: str) -> Policy:

@@ -115,7 +115,13 @@ def test_only_repairs_combine_with_scr(bad: Any) -> None:
 
 
 def edit_of(prefix: int, old: int, new: int, *spans: tuple[int, int, int]) -> Edit:
-    return Edit(old_length=old, new_length=new, prefix=prefix, survivors=tuple(Span(*s) for s in spans))
+    return Edit(
+        old_length=old,
+        exact_length=old,
+        new_length=new,
+        prefix=prefix,
+        survivors=tuple(Span(*s) for s in spans),
+    )
 
 
 EDIT = edit_of(10, 400, 380, (20, 10, 70), (100, 90, 30), (140, 130, 200))
