@@ -26,6 +26,14 @@ Record = dict[str, Any]
 Key = tuple[str, str]  # case id and policy
 
 
+def _are_keys(value: Any) -> bool:
+    """Whether `value` is a list of (case, policy) names."""
+    return isinstance(value, list) and all(
+        isinstance(key, list) and len(key) == 2 and all(isinstance(name, str) for name in key)
+        for key in value
+    )
+
+
 class RunDirectory:
     """An open run directory; a context manager that keeps other processes out."""
 
@@ -65,7 +73,7 @@ class RunDirectory:
     def read_config(self) -> dict[str, Any] | None:
         """`config.json`, or None in a new directory."""
         try:
-            text = self.config_path.read_text(encoding="utf-8")
+            text = self.config_path.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             if self.cases_path.exists():
                 raise ConfigError(
@@ -76,7 +84,11 @@ class RunDirectory:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise FormatError(f"'{self.config_path}' is not JSON at line {error.lineno}") from error
-        if not isinstance(data, dict) or not isinstance(data.get("config"), dict):
+        if (
+            not isinstance(data, dict)
+            or not isinstance(data.get("config"), dict)
+            or not _are_keys(data.get("measurements", []))
+        ):
             raise FormatError(f"'{self.config_path}' is not the config.json of a run")
         return data
 
@@ -117,8 +129,8 @@ class RunDirectory:
             for number, line in enumerate(file, 1):
                 try:
                     record = json.loads(line)
-                    known = {"case", "policy", "status"} <= record.keys()
-                except (ValueError, AttributeError):
+                    known = all(isinstance(record[key], str) for key in ("case", "policy", "status"))
+                except (ValueError, TypeError, KeyError):
                     known = False
                 if not known:
                     raise FormatError(f"'{self.cases_path}' line {number} is not a measurement")

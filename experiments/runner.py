@@ -85,8 +85,8 @@ def _measure_all(config: ExperimentConfig, directory: RunDirectory, console: Con
     previous = directory.read_config()
     if previous is not None:
         refuse_changes(directory.path, _named(previous["config"]), _named(config.to_dict()))
-        planned = {(case, policy) for case, policy in previous["measurements"]}
-        if planned <= directory.finished():
+        planned = {(case, policy) for case, policy in previous.get("measurements", [])}
+        if planned and planned <= directory.finished():
             console.print(f"All measurements are finished in {directory.path}.", highlight=False)
             return
     if config.smoke and config.model == TINY_MODEL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv.cache.sequence import frozen
@@ -76,6 +77,20 @@ def check_length(length: int, config: ModelConfig) -> None:
         raise CapacityError(
             f"the sequence has {length} tokens, expected at most the model's {config.max_positions} positions"
         )
+
+
+def check_params(new: Any, old: Any) -> None:
+    """Raises ConfigError unless `new` has the structure and shapes of `old`."""
+    expected = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(old)}
+    found = {
+        jax.tree_util.keystr(path): getattr(leaf, "shape", None)
+        for path, leaf in jax.tree.leaves_with_path(new)
+    }
+    for name in sorted({*expected, *found}):
+        if expected.get(name) != found.get(name):
+            raise ConfigError(
+                f"params{name} has shape {found.get(name)}, expected {expected.get(name)} as before"
+            )
 
 
 def check_count(name: str, value: Any) -> int:

@@ -24,7 +24,7 @@ from jaxkv.cache.sequence import (
     clip,
     frozen,
 )
-from jaxkv.checks import check_count, check_geometry, check_length, check_tokens
+from jaxkv.checks import check_count, check_geometry, check_length, check_params, check_tokens
 from jaxkv.errors import ConfigError, HandleError
 from jaxkv.execute import Computed, Materialized, compute, extended, materialize, must_materialize
 from jaxkv.generation import Decoded, Sampling, decode_batch
@@ -303,7 +303,12 @@ class Engine:
         self._memory.release(self._memory.live.pop(sequence.id))
 
     def replace_params(self, params: Params, weights_digest: str) -> None:
-        """Takes new weights. Everything cached under the old ones is unreachable at once."""
+        """Takes new weights. Everything cached under the old ones is unreachable at once.
+
+        Raises:
+          ConfigError: a weight is missing or has another shape than the old one.
+        """
+        check_params(params, self._params)
         self._params = params
         self._contract = dataclasses.replace(self._contract, weights_digest=weights_digest)
 

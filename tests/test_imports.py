@@ -25,7 +25,7 @@ FLOORS = (
 ASIDE = ("divergence", "summary")
 # Device modules of the cache: everything else in cache and reuse is host code.
 DEVICE = ("cache.pages",)
-HOST = ("cache", "reuse", "model.config", "typing", "errors", "divergence", "checks", "schedule")
+HOST = ("cache", "reuse", "model.config", "typing", "errors", "divergence", "schedule")
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
 ALLOWED_ON_HOST = {"cache.table": ("flax",)}  # NumPy tables in a pytree container
 

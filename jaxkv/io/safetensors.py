@@ -132,7 +132,7 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise FormatError(f"{where}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: is not valid JSON ({error})") from error
     if not isinstance(data, dict):
         raise FormatError(f"{where}: is a {type(data).__name__}, expected a JSON object")
@@ -166,11 +166,14 @@ def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer | None:
     settings = read_json(path / "tokenizer_config.json")
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
+        defaults = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = defaults[0].get("template") if defaults else None
     jinja = path / "chat_template.jinja"
     if jinja.is_file():
-        template = jinja.read_text(encoding="utf-8")
+        try:
+            template = jinja.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{path.name}/{jinja.name}: cannot be read as UTF-8 text") from error
     for name in ("tokenizer.json", "tokenizer.model"):
         if (path / name).is_file():
             return tokenizer_from_file(
