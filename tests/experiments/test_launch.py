@@ -34,6 +34,14 @@ LONG = [
 LONG_CASES = 8 * 3
 
 
+# A process that a shell put in the background was started with SIGINT ignored, and so are its children.
+INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("experiments.launch", run_name="__main__", alter_sys=True)
+"""
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "experiments.launch", *arguments]
 
@@ -148,7 +156,7 @@ def test_killed_in_mid_run_and_resumed(tmp_path: Path, environment: dict[str, st
 def test_ctrl_c_is_exit_code_130(tmp_path: Path, environment: dict[str, str]) -> None:
     workdir = tmp_path / "run"
     process = subprocess.Popen(
-        command(*LONG, f"--workdir={workdir}"),
+        [sys.executable, "-c", INTERRUPTIBLE, *LONG, f"--workdir={workdir}"],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.DEVNULL,
