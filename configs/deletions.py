@@ -1,13 +1,12 @@
-"""Two edits of a licence text: delete 200 tokens in the middle, and at the head.
+"""Two edits of 1,500 tokens: delete 200 tokens in the middle, and at the head.
 
-    python -m experiments.launch --config=configs/licence.py
+    python -m experiments.launch --config=configs/deletions.py
 
-Runtime: about three minutes on two cores. Run it from the root of the repository: the text is its
-LICENSE file.
+Runtime: about three minutes on two cores.
 
-Expected: in the middle `scr` is near a thousandth of a nat and top-1 above 0.9, with or without
-repair, while `drop` and `no_rotation` are off by more than one. At the head the attention sink goes:
-`scr` is off by some tenths of a nat and recomputing 16 tokens, or 4, brings it back to thousandths.
+Expected: in the middle `scr` is near a thousandth of a nat, with or without repair, while `drop` and
+`no_rotation` are off by more than some tenths. At the head the attention sink goes: `scr` is off by
+some tenths of a nat, and recomputing 16 tokens, or 4, brings it back to thousandths.
 """
 
 import ml_collections
@@ -18,9 +17,8 @@ from experiments.config import defaults
 def get_config() -> ml_collections.ConfigDict:
     """Every key can be overridden, see `experiments/config.py`."""
     return defaults(
-        name="licence",
+        name="deletions",
         model="smollm2-135m",
-        corpus="LICENSE",
         context=(1500,),
         edits=("delete",),
         positions=(0.0, 0.27),
