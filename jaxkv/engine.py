@@ -185,7 +185,8 @@ class Engine:
         started = time.perf_counter()
         self._require_live(sequence)
         added = check_tokens(tokens, self.config)
-        work = plan_extension(sequence, check_tokens(np.concatenate([sequence.tokens, added]), self.config))
+        check_length(len(sequence) + len(added), self.config)
+        work = plan_extension(sequence, frozen(np.concatenate([sequence.tokens, added])))
         where = MatchEnd(Cause.COMPLETE, len(sequence))
         return self._apply(work, sequence.contract, where, started, grid_length=sequence.grid_length)
 

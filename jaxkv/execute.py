@@ -76,7 +76,7 @@ def compute(
     Raises:
       CapacityError: not enough pages.
     """
-    drop = memory.pool.num_pages * memory.pool.page_size
+    drop = memory.pool.num_slots
     if write:
         placement = memory.place(segments, positions)
         slots = placement.slots
@@ -126,7 +126,7 @@ def materialize(memory: Memory, segments: Int32) -> Materialized:
     positions, source = slots_of(moving, memory.pool.page_size)
     deltas = np.repeat(delta[delta != 0], moving[:, HI] - moving[:, LO]).astype(np.int32)
     placement = memory.place(EMPTY_SEGMENTS, positions)
-    drop = memory.pool.num_pages * memory.pool.page_size
+    drop = memory.pool.num_slots
 
     def move(pages: Pages, moves: Moves) -> tuple[Pages, None]:
         return relocate(pages, (moves,), config=memory.config), None

@@ -75,7 +75,7 @@ def decode_batch(
     batch, size = len(sequences), bucket(len(sequences))
     idle = size - batch
     steps = min(bucket(max_tokens), LOOP_STEPS)
-    drop = memory.pool.num_pages * memory.pool.page_size
+    drop = memory.pool.num_slots
     rows = [(extended(s.table_segments, p), s.rotate) for s, p in zip(sequences, placements, strict=True)]
     nothing = (rows[0][0][:0], True)
     table = for_shape(make_table(memory.pool, rows + [nothing] * idle, max_deltas), 1, max_deltas)

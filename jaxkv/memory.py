@@ -80,8 +80,7 @@ class Memory:
     def begin(self) -> None:
         """Starts a call: releases what was garbage-collected, and mends what the last call broke."""
         if any(group.kv.is_deleted() for group in self.pages):
-            self._lost = True
-            self.live.clear()
+            self._lose()
         if self._lost:
             self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
             self.index = PrefixIndex(self.pool, grid=self.index.grid)

@@ -45,6 +45,11 @@ class PagePool:
         self._top = num_pages
 
     @property
+    def num_slots(self) -> int:
+        """Slots of all pages; as a slot id, the one that drops a write."""
+        return self.num_pages * self.page_size
+
+    @property
     def free_count(self) -> int:
         """Pages that nobody holds."""
         return self._top
