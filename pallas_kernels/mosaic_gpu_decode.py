@@ -1,0 +1,254 @@
+"""Paged attention of few queries on Hopper: a ring of tiles by TMA, wgmma, the context split over blocks.
+
+One thread block serves one sequence, one KV head and one part of its visited tiles. All queries of that head
+(T·G rows) are one wgmma operand of 64 rows; the rest of the rows are padding, which costs tensor core time that a
+memory-bound kernel has to spare. The parts of a context are joined by their log-sum-exp in XLA (flash decoding,
+Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import mosaic_gpu as common
+
+Array = Any
+
+BLOCKS_WANTED = 2 * 132  # two blocks for each of an H100's 132 multiprocessors
+COLUMNS = 128  # of the accumulator that one wgmma adds to: keeps head dim 256 within the registers
+
+
+def paged_attention(
+    q: Array,
+    kv: Array,
+    page: Array,
+    first: Array,
+    lo: Array,
+    hi: Array,
+    delta_index: Array,
+    positions: Array,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    splits: int | None = None,
+    interpret: Any = None,
+) -> Array:
+    """`pallas_kernels.paged_attention` for T·G up to 64, on Hopper.
+
+    Args:
+      q: f32[B, R, T, K, G, H], scaled, rotated for each delta.
+      kv: bf16[X, K, P, 2H].
+      page, first, lo, hi: i32[B, M].
+      delta_index: i32[B, M/block].
+      positions: i32[B, T].
+      window: positions that a query sees, itself included; None for all.
+      soft_cap: scores become cap·tanh(score / cap); None for none.
+      splits: parts of a context; None to fill the chip.
+      interpret: True or `plgpu.InterpretGPUParams` to run without a GPU.
+
+    Returns:
+      f32[B, T, K, G, H]; zeros where a query sees nothing.
+
+    Raises:
+      NotImplementedError: a shape or dtype that this kernel does not do, by name.
+    """
+    common.check(q, kv, None)
+    batch, _, length, kv_heads, group, head_dim = q.shape
+    rows = -(-length * group // 8) * 8
+    if rows > common.ROWS:
+        raise NotImplementedError(
+            f"the decode kernel takes up to {common.ROWS} query rows a KV head, found {length} x {group}"
+        )
+    page_size, block = kv.shape[2], page.shape[1] // delta_index.shape[1]
+    tile = common.tile_size(page_size, block, 128 if head_dim == 64 else 64)
+    row_positions = common.pad_positions(positions, group, common.ROWS)
+    plan = common.plan(
+        first, lo, hi, delta_index, row_positions[:, None],
+        page_size=page_size, tile=tile, window=window, full_first=False,
+    )  # fmt: skip
+    number = plan.code.shape[2]
+    if splits is None:
+        splits = max(1, min(-(-BLOCKS_WANTED // (batch * kv_heads)), -(-number // 2)))
+    parts = _partial(
+        common.pad_rows(q, rows), kv, page, plan, row_positions,
+        tile=tile, splits=splits, window=window, soft_cap=soft_cap, interpret=interpret,
+    )  # fmt: skip
+    out = _combine(*parts)[:, :, : length * group]
+    return out.reshape(batch, kv_heads, length, group, head_dim).transpose(0, 2, 1, 3, 4)
+
+
+def _combine(out: Array, peak: Array, total: Array) -> Array:
+    """Joins parts: f32[B, K, S, rows, H] and f32[B, K, S, 64] twice -> f32[B, K, rows, H]."""
+    rows = out.shape[3]
+    peak, total = peak[..., :rows], total[..., :rows]
+    weight = jnp.exp2(peak - peak.max(2, keepdims=True))
+    total = (total * weight).sum(2)
+    out = (out * weight[..., None]).sum(2)
+    return out / jnp.where(total > 0, total, 1.0)[..., None]
+
+
+def _stages(tile: int, head_dim: int, query_rows: int) -> int:
+    """Tiles in flight: as many as leave room for two blocks on a multiprocessor, at least two."""
+    stage = tile * (2 * head_dim * 2 + 4)
+    fixed = query_rows * head_dim * 2 + common.ROWS * min(head_dim, COLUMNS) * 4 + common.RESERVED_BYTES
+    stages = (common.SHARED_BYTES // 2 - fixed) // stage
+    if stages < 2:
+        stages = min(3, (common.SHARED_BYTES - fixed) // stage)
+    if stages < 2:
+        raise NotImplementedError(
+            f"{query_rows} query rows (deltas x rows) of {head_dim} leave no shared memory for the pages"
+        )
+    return min(4, stages)
+
+
+def _partial(
+    q: Array,
+    kv: Array,
+    page: Array,
+    plan: common.Plan,
+    row_positions: Array,
+    *,
+    tile: int,
+    splits: int,
+    window: int | None,
+    soft_cap: float | None,
+    interpret: Any,
+) -> tuple[Array, Array, Array]:
+    """Unnormalized outputs, maxima (log2) and sums of every part."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    batch, deltas, kv_heads, rows, head_dim = q.shape
+    page_size = kv.shape[2]
+    boxes, box = common.pages_of_tile(tile, page_size)
+    # Rows of delta r start at r·rows: a wgmma reads 64 rows from there, its own and ones that are masked.
+    query_rows = (deltas - 1) * rows + common.ROWS
+    stages = _stages(tile, head_dim, query_rows)
+    width = min(head_dim, COLUMNS)
+    chunks = [(start, min(width, head_dim - start)) for start in range(0, head_dim, width)]
+    layout = plgpu.Layout.WGMMA
+    by_row, by_column = layout.reduce(1), layout.reduce(0)
+
+    def body(q_ref, kv_ref, code_ref, count_ref, page_ref, where_ref, rows_ref, out_ref, peak_ref, total_ref,
+             q_s, kv_s, where_s, rows_s, out_s, peak_s, total_s, started, filled):  # fmt: skip
+        part, head, b = lax.axis_index("part"), lax.axis_index("head"), lax.axis_index("batch")
+        count = count_ref[b, 0, 0]
+        begin, end = count * part // splits, count * (part + 1) // splits
+
+        def fetch(i: Array, code: Array) -> None:
+            slot = lax.rem(i - begin, stages)
+            start = (code >> 8) * tile
+            plgpu.copy_gmem_to_smem(where_ref.at[b, pl.ds(start, tile)], where_s.at[slot], filled.at[slot])
+            for j in range(boxes):
+                row = page_ref[b, start // page_size + j]
+                source = kv_ref.at[row, head] if box == page_size else kv_ref.at[
+                    row, head, pl.ds(lax.rem(start, page_size), box)]  # fmt: skip
+                plgpu.copy_gmem_to_smem(source, kv_s.at[slot, pl.ds(j * box, box)], filled.at[slot])
+
+        for r in range(deltas):
+            plgpu.copy_gmem_to_smem(q_ref.at[b, r, head], q_s.at[pl.ds(r * rows, rows)], started)
+        plgpu.copy_gmem_to_smem(rows_ref.at[b], rows_s, started)
+        for i in range(stages):
+            pl.when(begin + i < end)(lambda i=i: fetch(begin + i, code_ref[b, 0, begin + i]))
+        plgpu.barrier_wait(started)
+        position = lax.broadcast_in_dim(common.load(rows_s, by_row), (common.ROWS, tile), [0])
+
+        def fold(i: Array, carry: Any) -> Any:
+            peak, total, acc = carry
+            slot = lax.rem(i - begin, stages)
+            code = code_ref[b, 0, i]
+            plgpu.barrier_wait(filled.at[slot])
+            queries = q_s.at[pl.ds(pl.multiple_of((code >> 1 & 127) * rows, 8), common.ROWS)] if deltas > 1 else q_s
+            keys = kv_s.at[slot, :, pl.ds(0, head_dim)]
+
+            def scores(ref: Any) -> Array:
+                plgpu.wgmma(ref, queries, keys.transpose((1, 0)))
+                return ref[...]
+
+            x = common.capped(
+                pl.run_scoped(scores, plgpu.ACC((common.ROWS, tile), jnp.float32)), soft_cap
+            )
+            where = lax.broadcast_in_dim(
+                common.load(where_s.at[slot], by_column), (common.ROWS, tile), [1]
+            )
+            seen = where <= position
+            if window is not None:
+                seen &= where > position - window
+            x = jnp.where(seen, x, common.MASKED)
+            new_peak = jnp.maximum(peak, x.max(axis=1))
+            keep = jnp.exp2(peak - new_peak)
+            weights = jnp.exp2(x - lax.broadcast_in_dim(new_peak, x.shape, [0]))
+            total = total * keep + weights.sum(axis=1)
+            weights = weights.astype(jnp.bfloat16)
+
+            @pl.when((code & 1) == 1)
+            def _():  # slots nobody may read can hold anything, NaN included, and 0 · NaN is NaN
+                alive = common.load(where_s.at[slot], by_row) < common.NOWHERE
+                for start, size in chunks:
+                    values = kv_s.at[slot, :, pl.ds(head_dim + start, size)]
+                    found = common.load(values, layout)
+                    mask = lax.broadcast_in_dim(alive, found.shape, [0])
+                    values[...] = jnp.where(mask, found, jnp.zeros_like(found))
+                plgpu.commit_smem()
+
+            out = []
+            for (start, size), old in zip(chunks, acc, strict=True):
+                values = kv_s.at[slot, :, pl.ds(head_dim + start, size)]
+
+                def products(ref: Any, values: Any = values) -> Array:
+                    plgpu.wgmma(ref, weights, values)
+                    return ref[...]
+
+                new = pl.run_scoped(products, plgpu.ACC((common.ROWS, size), jnp.float32))
+                out.append(old * lax.broadcast_in_dim(keep, old.shape, [0]) + new)
+            pl.when(i + stages < end)(lambda: fetch(i + stages, code_ref[b, 0, i + stages]))
+            return new_peak, total, tuple(out)
+
+        def full(shape: tuple[int, ...], value: float, where: Any) -> Array:
+            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), where)
+
+        peak, total, acc = lax.fori_loop(
+            begin, end, fold,
+            (full((common.ROWS,), common.PEAK, by_row), full((common.ROWS,), 0.0, by_row),
+             tuple(full((common.ROWS, size), 0.0, layout) for _, size in chunks)),
+        )  # fmt: skip
+        peak_s[...] = peak
+        total_s[...] = total
+        for number, (start, size) in enumerate(chunks):
+            out_s[...] = acc[number]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                out_s.at[pl.ds(0, rows)], out_ref.at[b, head, part, :, pl.ds(start, size)]
+            )
+            if number == 0:
+                plgpu.copy_smem_to_gmem(peak_s, peak_ref.at[b, head, part])
+                plgpu.copy_smem_to_gmem(total_s, total_ref.at[b, head, part])
+            plgpu.wait_smem_to_gmem(0)
+
+    shape = (batch, kv_heads, splits)
+    statistics = jax.ShapeDtypeStruct((*shape, common.ROWS), jnp.float32)
+    bf16 = common.swizzled(jnp.bfloat16)
+    kernel = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((*shape, rows, head_dim), jnp.float32), statistics, statistics],
+        grid=(splits, kv_heads, batch),
+        grid_names=("part", "head", "batch"),
+        scratch_types=[
+            plgpu.SMEM((query_rows, head_dim), jnp.bfloat16, transforms=bf16),
+            plgpu.SMEM((stages, tile, 2 * head_dim), jnp.bfloat16, transforms=bf16),
+            plgpu.SMEM((stages, tile), jnp.int32),
+            plgpu.SMEM((common.ROWS,), jnp.int32),
+            plgpu.SMEM((common.ROWS, width), jnp.float32, transforms=common.swizzled(jnp.float32)),
+            plgpu.SMEM((common.ROWS,), jnp.float32),
+            plgpu.SMEM((common.ROWS,), jnp.float32),
+            plgpu.Barrier(num_arrivals=deltas + 1),
+            plgpu.Barrier(num_arrivals=boxes + 1, num_barriers=stages),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=common.interpreted(interpret),
+    )
+    return tuple(kernel(q, kv, plan.code, plan.count, page, plan.where, row_positions))
