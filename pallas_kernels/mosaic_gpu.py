@@ -15,11 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
 Array = Any
 
 LOG2E = math.log2(math.e)
 NOWHERE = 2**30  # position of a slot that nobody may read
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 MASKED = -1e30  # score of such a slot, in units of log2
 PEAK = -1e20  # where running maxima start: above MASKED, so that exp2(MASKED - peak) is exactly 0
 ROWS = 64  # rows of a wgmma: queries are padded to it
@@ -53,8 +56,9 @@ def tile_size(page_size: int, block: int, limit: int) -> int:
     )
 
 
-def check(q: Array, kv: Array, scale: Array | None) -> None:
+def check(q: Array, kv: Array, scale: Array | None, interpret: Any) -> None:
     """Raises NotImplementedError, naming the reason, for what the Hopper kernels don't do."""
+    check_device(interpret)
     head_dim, page_size = kv.shape[3] // 2, kv.shape[2]
     if kv.dtype != jnp.bfloat16 or scale is not None:
         raise NotImplementedError(f"Hopper kernels read bfloat16 pages without scales, found {kv.dtype}")
@@ -157,6 +161,84 @@ def capped(x: Array, soft_cap: float | None) -> Array:
     if soft_cap is None:
         return x * LOG2E
     return (soft_cap * LOG2E) * (1.0 - 2.0 / (jnp.exp2(x * (2.0 * LOG2E / soft_cap)) + 1.0))
+
+
+def check_device(interpret: Any) -> None:
+    """Raises NotImplementedError where the kernels would neither be interpreted nor run on Hopper."""
+    if interpret:
+        interpreted(interpret)
+        return
+    # A GPU that is only compiled for is named by an abstract mesh.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
+    if not any(name in kind for name in HOPPER):
+        raise NotImplementedError(f"Hopper kernels need one of {', '.join(HOPPER)}, found {kind}")
+
+
+def inside(page: Array, rows: int) -> Array:
+    """Page numbers with those of empty entries, which may be anything, made numbers of pages."""
+    return jnp.clip(page, 0, rows - 1)
+
+
+def chunks(head_dim: int) -> list[tuple[int, int]]:
+    """Start and size of the column ranges that the accumulator is kept in, one wgmma each.
+
+    Narrow ones for large heads: the products of one range are in registers beside the whole accumulator.
+    """
+    width = head_dim if head_dim <= 128 else 64
+    return [(start, width) for start in range(0, head_dim, width)]
+
+
+def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+    """A register array of one value."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def weighted_values(weights: Array, values: Any, interpret: Any) -> Array:
+    """f32[64, H] of weights bf16[64, S] in registers and values bf16[S, H] in shared memory, one wgmma.
+
+    The interpreter knows no wgmma with an operand in registers, there it is a plain product.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        return jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+
+    def multiply(ref: Any) -> Array:
+        plgpu.wgmma(ref, weights, values)
+        return ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((weights.shape[0], values.shape[1]), jnp.float32))
+
+
+def scores(queries: Any, keys: Any) -> Array:
+    """f32[64, S] of queries bf16[64, H] and keys bf16[S, H], both in shared memory, one wgmma."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def multiply(ref: Any) -> Array:
+        plgpu.wgmma(ref, queries, keys.transpose((1, 0)))
+        return ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((queries.shape[0], keys.shape[0]), jnp.float32))
+
+
+def clear_unreadable(rows: Any, where: Any, head_dim: int) -> None:
+    """Zeroes the values of slots that nobody may read: they can hold anything, NaN included, and 0 · NaN is NaN.
+
+    Keys need no such care, their scores are replaced.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    layout = plgpu.Layout.WGMMA
+    alive = load(where, layout.reduce(1)) < NOWHERE
+    for start, size in chunks(head_dim):
+        values = rows.at[:, pl.ds(head_dim + start, size)]
+        found = load(values, layout)
+        mask = lax.broadcast_in_dim(alive, found.shape, [0])
+        values[...] = jnp.where(mask, found, jnp.zeros_like(found))
+    plgpu.commit_smem()
 
 
 def load(ref: Any, layout: Any) -> Array:

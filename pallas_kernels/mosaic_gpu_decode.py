@@ -20,7 +20,6 @@ from pallas_kernels import mosaic_gpu as common
 Array = Any
 
 BLOCKS_WANTED = 2 * 132  # two blocks for each of an H100's 132 multiprocessors
-COLUMNS = 128  # of the accumulator that one wgmma adds to: keeps head dim 256 within the registers
 
 
 def paged_attention(
@@ -33,10 +32,11 @@ def paged_attention(
     delta_index: Array,
     positions: Array,
     *,
+    scale: Array | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     splits: int | None = None,
-    interpret: Any = None,
+    interpret: Any = False,
 ) -> Array:
     """`pallas_kernels.paged_attention` for T·G up to 64, on Hopper.
 
@@ -45,7 +45,8 @@ def paged_attention(
       kv: bf16[X, K, P, 2H].
       page, first, lo, hi: i32[B, M].
       delta_index: i32[B, M/block].
-      positions: i32[B, T].
+      positions: i32[B, T]; a negative one sees nothing.
+      scale: None; pages with scales are not supported.
       window: positions that a query sees, itself included; None for all.
       soft_cap: scores become cap·tanh(score / cap); None for none.
       splits: parts of a context; None to fill the chip.
@@ -57,7 +58,7 @@ def paged_attention(
     Raises:
       NotImplementedError: a shape or dtype that this kernel does not do, by name.
     """
-    common.check(q, kv, None)
+    common.check(q, kv, scale, interpret)
     batch, _, length, kv_heads, group, head_dim = q.shape
     rows = -(-length * group // 8) * 8
     if rows > common.ROWS:
@@ -75,7 +76,7 @@ def paged_attention(
     if splits is None:
         splits = max(1, min(-(-BLOCKS_WANTED // (batch * kv_heads)), -(-number // 2)))
     parts = _partial(
-        common.pad_rows(q, rows), kv, page, plan, row_positions,
+        common.pad_rows(q, rows), kv, common.inside(page, kv.shape[0]), plan, row_positions,
         tile=tile, splits=splits, window=window, soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
     out = _combine(*parts)[:, :, : length * group]
@@ -95,7 +96,7 @@ def _combine(out: Array, peak: Array, total: Array) -> Array:
 def _stages(tile: int, head_dim: int, query_rows: int) -> int:
     """Tiles in flight: as many as leave room for two blocks on a multiprocessor, at least two."""
     stage = tile * (2 * head_dim * 2 + 4)
-    fixed = query_rows * head_dim * 2 + common.ROWS * min(head_dim, COLUMNS) * 4 + common.RESERVED_BYTES
+    fixed = query_rows * head_dim * 2 + common.ROWS * common.chunks(head_dim)[0][1] * 4 + common.RESERVED_BYTES
     stages = (common.SHARED_BYTES // 2 - fixed) // stage
     if stages < 2:
         stages = min(3, (common.SHARED_BYTES - fixed) // stage)
@@ -128,8 +129,8 @@ def _partial(
     # Rows of delta r start at r·rows: a wgmma reads 64 rows from there, its own and ones that are masked.
     query_rows = (deltas - 1) * rows + common.ROWS
     stages = _stages(tile, head_dim, query_rows)
-    width = min(head_dim, COLUMNS)
-    chunks = [(start, min(width, head_dim - start)) for start in range(0, head_dim, width)]
+    chunks = common.chunks(head_dim)
+    width = chunks[0][1]
     layout = plgpu.Layout.WGMMA
     by_row, by_column = layout.reduce(1), layout.reduce(0)
 
@@ -165,13 +166,7 @@ def _partial(
             queries = q_s.at[pl.ds(pl.multiple_of((code >> 1 & 127) * rows, 8), common.ROWS)] if deltas > 1 else q_s
             keys = kv_s.at[slot, :, pl.ds(0, head_dim)]
 
-            def scores(ref: Any) -> Array:
-                plgpu.wgmma(ref, queries, keys.transpose((1, 0)))
-                return ref[...]
-
-            x = common.capped(
-                pl.run_scoped(scores, plgpu.ACC((common.ROWS, tile), jnp.float32)), soft_cap
-            )
+            x = common.capped(common.scores(queries, keys), soft_cap)
             where = lax.broadcast_in_dim(
                 common.load(where_s.at[slot], by_column), (common.ROWS, tile), [1]
             )
@@ -185,36 +180,22 @@ def _partial(
             total = total * keep + weights.sum(axis=1)
             weights = weights.astype(jnp.bfloat16)
 
-            @pl.when((code & 1) == 1)
-            def _():  # slots nobody may read can hold anything, NaN included, and 0 · NaN is NaN
-                alive = common.load(where_s.at[slot], by_row) < common.NOWHERE
-                for start, size in chunks:
-                    values = kv_s.at[slot, :, pl.ds(head_dim + start, size)]
-                    found = common.load(values, layout)
-                    mask = lax.broadcast_in_dim(alive, found.shape, [0])
-                    values[...] = jnp.where(mask, found, jnp.zeros_like(found))
-                plgpu.commit_smem()
-
+            pl.when((code & 1) == 1)(
+                lambda: common.clear_unreadable(kv_s.at[slot], where_s.at[slot], head_dim)
+            )
             out = []
             for (start, size), old in zip(chunks, acc, strict=True):
                 values = kv_s.at[slot, :, pl.ds(head_dim + start, size)]
 
-                def products(ref: Any, values: Any = values) -> Array:
-                    plgpu.wgmma(ref, weights, values)
-                    return ref[...]
-
-                new = pl.run_scoped(products, plgpu.ACC((common.ROWS, size), jnp.float32))
+                new = common.weighted_values(weights, values, interpret)
                 out.append(old * lax.broadcast_in_dim(keep, old.shape, [0]) + new)
             pl.when(i + stages < end)(lambda: fetch(i + stages, code_ref[b, 0, i + stages]))
             return new_peak, total, tuple(out)
 
-        def full(shape: tuple[int, ...], value: float, where: Any) -> Array:
-            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), where)
-
         peak, total, acc = lax.fori_loop(
             begin, end, fold,
-            (full((common.ROWS,), common.PEAK, by_row), full((common.ROWS,), 0.0, by_row),
-             tuple(full((common.ROWS, size), 0.0, layout) for _, size in chunks)),
+            (common.full((common.ROWS,), common.PEAK, by_row), common.full((common.ROWS,), 0.0, by_row),
+             tuple(common.full((common.ROWS, size), 0.0, layout) for _, size in chunks)),
         )  # fmt: skip
         peak_s[...] = peak
         total_s[...] = total
