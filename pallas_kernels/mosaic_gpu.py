@@ -181,11 +181,8 @@ def inside(page: Array, rows: int) -> Array:
 
 
 def chunks(head_dim: int) -> list[tuple[int, int]]:
-    """Start and size of the column ranges that the accumulator is kept in, one wgmma each.
-
-    Narrow ones for large heads: the products of one range are in registers beside the whole accumulator.
-    """
-    width = head_dim if head_dim <= 128 else 64
+    """Start and size of the column ranges that the accumulator is kept in, one wgmma each."""
+    width = head_dim if head_dim <= 128 else 128 if head_dim % 128 == 0 else 64
     return [(start, width) for start in range(0, head_dim, width)]
 
 
@@ -196,21 +193,20 @@ def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def weighted_values(weights: Array, values: Any, interpret: Any) -> Array:
-    """f32[64, H] of weights bf16[64, S] in registers and values bf16[S, H] in shared memory, one wgmma.
+def accumulate(acc: Array, weights: Array, values: Any, interpret: Any) -> Array:
+    """acc f32[64, H] + weights bf16[64, S] in registers · values bf16[S, H] in shared memory, one wgmma.
 
     The interpreter knows no wgmma with an operand in registers, there it is a plain product.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if interpret:
-        return jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+        return acc + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
 
-    def multiply(ref: Any) -> Array:
+    def multiply(ref: Any) -> None:
         plgpu.wgmma(ref, weights, values)
-        return ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((weights.shape[0], values.shape[1]), jnp.float32))
+    return pl.run_state(multiply)(plgpu.ACC.init(acc))
 
 
 def scores(queries: Any, keys: Any) -> Array:
@@ -233,8 +229,8 @@ def clear_unreadable(rows: Any, where: Any, head_dim: int) -> None:
 
     layout = plgpu.Layout.WGMMA
     alive = load(where, layout.reduce(1)) < NOWHERE
-    for start, size in chunks(head_dim):
-        values = rows.at[:, pl.ds(head_dim + start, size)]
+    for start in range(head_dim, 2 * head_dim, 64):
+        values = rows.at[:, pl.ds(start, 64)]
         found = load(values, layout)
         mask = lax.broadcast_in_dim(alive, found.shape, [0])
         values[...] = jnp.where(mask, found, jnp.zeros_like(found))

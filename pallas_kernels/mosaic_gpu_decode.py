@@ -187,8 +187,8 @@ def _partial(
             for (start, size), old in zip(chunks, acc, strict=True):
                 values = kv_s.at[slot, :, pl.ds(head_dim + start, size)]
 
-                new = common.weighted_values(weights, values, interpret)
-                out.append(old * lax.broadcast_in_dim(keep, old.shape, [0]) + new)
+                old = old * lax.broadcast_in_dim(keep, old.shape, [0])
+                out.append(common.accumulate(old, weights, values, interpret))
             pl.when(i + stages < end)(lambda: fetch(i + stages, code_ref[b, 0, i + stages]))
             return new_peak, total, tuple(out)
 

@@ -192,8 +192,8 @@ def _kernel(
                 for (start, size), old in zip(chunks, acc, strict=True):
                     values = kv_s.at[slot, :, pl.ds(head_dim + start, size)]
 
-                    new = common.weighted_values(weights, values, interpret)
-                    out.append(old * lax.broadcast_in_dim(keep, old.shape, [0]) + new)
+                    old = old * lax.broadcast_in_dim(keep, old.shape, [0])
+                    out.append(common.accumulate(old, weights, values, interpret))
                 plgpu.barrier_arrive(freed.at[slot])
                 return new_peak, total, tuple(out), at
 

@@ -1,12 +1,13 @@
 """Relocation of whole pages on Hopper: page in by TMA, keys rotated in float32, page out, in place.
 
-The pages are one array seen as rows of 2H; a unit of work is the rows of some heads of one page. The two halves of
+The pages are one array seen as rows of 2H; a unit of work is some rows of one page. The two halves of
 the keys come into buffers of their own, so that a rotation is elementwise; everything else (values, components
 that the rotation leaves alone) goes from memory to memory without passing a register.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -18,9 +19,8 @@ from pallas_kernels import mosaic_gpu as common
 
 Array = Any
 
-STAGES = 3
-UNIT_ROWS = 128  # most rows of a unit
-BLOCKS_WANTED = 4 * 132  # four blocks for each of an H100's 132 multiprocessors
+MOST_ELEMENTS = 64 * 64  # of one half of the keys of a unit: they are held in registers
+BLOCKS_WANTED = 3 * 132  # three blocks for each of an H100's 132 multiprocessors
 BOX = 128  # most columns that one copy moves untouched
 
 
@@ -62,9 +62,6 @@ def relocate_pages(
         )
     if page_size % 8:
         raise NotImplementedError(f"Hopper relocation takes pages of a multiple of 8 slots, found {page_size}")
-    heads = max(h for h in range(1, kv_heads + 1) if kv_heads % h == 0 and (h == 1 or h * page_size <= UNIT_ROWS))
-    if heads * page_size > UNIT_ROWS:
-        raise NotImplementedError(f"Hopper relocation takes pages of up to {UNIT_ROWS} slots, found {page_size}")
     if rows * kv_heads * page_size >= 2**31:
         raise NotImplementedError(f"Hopper relocation counts slots in 32 bits, found {rows} pages")
     if source.shape[0] == 0:
@@ -74,22 +71,24 @@ def relocate_pages(
     angles = jnp.concatenate([cos, sin], axis=1).astype(jnp.float32)
     flat = kv.reshape(rows * kv_heads * page_size, width)
     pages = jax.new_ref(flat)
-    _kernel(pages, moves, angles, heads=heads, page_heads=kv_heads, page_size=page_size, interpret=interpret)
+    _kernel(pages, moves, angles, page_rows=kv_heads * page_size, interpret=interpret)
     return jax.freeze(pages).reshape(kv.shape)
 
 
-def _kernel(
-    pages: Any, moves: Array, angles: Array, *, heads: int, page_heads: int, page_size: int, interpret: Any
-) -> None:
+def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpret: Any) -> None:
     """Moves `pages`, a reference to [X·K·P, 2H], by `moves` i32[n, 2] and `angles` f32[n, cos | sin]."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     number, half = moves.shape[0], angles.shape[1] // 2
     width, dtype = pages.shape[1], pages.dtype
     itemsize = jnp.dtype(dtype).itemsize
-    per_page, size = page_heads // heads, heads * page_size
+    # All rows of a page turn alike, whichever head they belong to.
+    limit = max(MOST_ELEMENTS // half, 8)
+    size = max(n for n in range(8, min(limit, page_rows) + 1, 8) if page_rows % n == 0)
+    per_page = page_rows // size
     units = number * per_page
     blocks = min(units, BLOCKS_WANTED)
+    stages = 3 if 3 * size * width * itemsize <= common.SHARED_BYTES // 3 else 2
     rest = [(start, min(BOX, width - start)) for start in range(2 * half, width, BOX)]
     padded = -(-size // common.ROWS) * common.ROWS
     swizzle = next(s for s in (128, 64, 32) if half * itemsize % s == 0)
@@ -115,7 +114,7 @@ def _kernel(
 
         def fetch(i: Array) -> None:
             move, part = unit(i)
-            slot = lax.rem(i, STAGES)
+            slot = lax.rem(i, stages)
             ready = filled.at[slot]
             plgpu.copy_gmem_to_smem(angles_ref.at[move], angles_s.at[slot], ready)
             for buffer, (start, n) in pieces(slot):
@@ -124,7 +123,7 @@ def _kernel(
 
         def turn(i: Array, _: None) -> None:
             move, part = unit(i)
-            slot = lax.rem(i, STAGES)
+            slot = lax.rem(i, stages)
             target = moves_ref[move, 1]
             plgpu.barrier_wait(filled.at[slot])
             low, high = (common.load(ref.at[slot], layout).astype(jnp.float32) for ref in (low_s, high_s))
@@ -144,29 +143,30 @@ def _kernel(
                     plgpu.copy_smem_to_gmem(buffer, pages_ref.at[rows(target, part), pl.ds(start, n)])
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(i + STAGES < mine)(lambda: fetch(i + STAGES))
+            pl.when(i + stages < mine)(lambda: fetch(i + stages))
 
-        for i in range(STAGES):
+        for i in range(stages):
             pl.when(i < mine)(lambda i=i: fetch(jnp.int32(i)))
         lax.fori_loop(0, mine, turn, None)
         plgpu.wait_smem_to_gmem(0)
 
     keys = plgpu.SMEM(
-        (STAGES, padded, half), dtype,
+        (stages, padded, half), dtype,
         transforms=(plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)),
     )  # fmt: skip
-    kernel = plgpu.kernel(
-        body,
+    scratch = (
+        keys,
+        keys,
+        plgpu.SMEM((stages, size, width - 2 * half), dtype),
+        plgpu.SMEM((stages, 2 * half), jnp.float32),
+        plgpu.Barrier(num_arrivals=3 + len(rest), num_barriers=stages),
+    )
+    # `plgpu.kernel` of jax 0.10 takes no references; the function that it wraps does, in every version.
+    kernel = pl.kernel(
+        lambda *refs: pl.run_scoped(functools.partial(body, *refs), *scratch),
         out_type=(),
-        grid=(blocks,),
-        grid_names=("block",),
-        scratch_types=[
-            keys,
-            keys,
-            plgpu.SMEM((STAGES, size, width - 2 * half), dtype),
-            plgpu.SMEM((STAGES, 2 * half), jnp.float32),
-            plgpu.Barrier(num_arrivals=3 + len(rest), num_barriers=STAGES),
-        ],
-        interpret=common.interpreted(interpret),
+        mesh=plgpu.Mesh(grid=(blocks,), grid_names=("block",)),
+        interpret=common.interpreted(interpret) or False,
+        name="relocate_pages",
     )
     kernel(pages, moves, angles)
