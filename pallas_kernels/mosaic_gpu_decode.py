@@ -96,7 +96,7 @@ def _combine(out: Array, peak: Array, total: Array) -> Array:
 def _stages(tile: int, head_dim: int, query_rows: int) -> int:
     """Tiles in flight: as many as leave room for two blocks on a multiprocessor, at least two."""
     stage = tile * (2 * head_dim * 2 + 4)
-    fixed = query_rows * head_dim * 2 + common.ROWS * common.chunks(head_dim)[0][1] * 4 + common.RESERVED_BYTES
+    fixed = query_rows * head_dim * 2 + common.RESERVED_BYTES
     stages = (common.SHARED_BYTES // 2 - fixed) // stage
     if stages < 2:
         stages = min(3, (common.SHARED_BYTES - fixed) // stage)
@@ -135,7 +135,8 @@ def _partial(
     by_row, by_column = layout.reduce(1), layout.reduce(0)
 
     def body(q_ref, kv_ref, code_ref, count_ref, page_ref, where_ref, rows_ref, out_ref, peak_ref, total_ref,
-             q_s, kv_s, where_s, rows_s, out_s, peak_s, total_s, started, filled):  # fmt: skip
+             q_s, ring, where_s, rows_s, peak_s, total_s, started, filled):  # fmt: skip
+        kv_s, out_s = ring  # the outputs leave through the same bytes, when the last tile has been read
         part, head, b = lax.axis_index("part"), lax.axis_index("head"), lax.axis_index("batch")
         count = count_ref[b, 0, 0]
         begin, end = count * part // splits, count * (part + 1) // splits
@@ -220,10 +221,12 @@ def _partial(
         grid_names=("part", "head", "batch"),
         scratch_types=[
             plgpu.SMEM((query_rows, head_dim), jnp.bfloat16, transforms=bf16),
-            plgpu.SMEM((stages, tile, 2 * head_dim), jnp.bfloat16, transforms=bf16),
+            plgpu.RefUnion(
+                plgpu.SMEM((stages, tile, 2 * head_dim), jnp.bfloat16, transforms=bf16),
+                plgpu.SMEM((common.ROWS, width), jnp.float32, transforms=common.swizzled(jnp.float32)),
+            ),
             plgpu.SMEM((stages, tile), jnp.int32),
             plgpu.SMEM((common.ROWS,), jnp.int32),
-            plgpu.SMEM((common.ROWS, width), jnp.float32, transforms=common.swizzled(jnp.float32)),
             plgpu.SMEM((common.ROWS,), jnp.float32),
             plgpu.SMEM((common.ROWS,), jnp.float32),
             plgpu.Barrier(num_arrivals=deltas + 1),
