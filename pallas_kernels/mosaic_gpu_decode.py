@@ -164,13 +164,13 @@ def _partial(
             slot = lax.rem(i - begin, stages)
             code = code_ref[b, 0, i]
             plgpu.barrier_wait(filled.at[slot])
-            queries = q_s.at[pl.ds(pl.multiple_of((code >> 1 & 127) * rows, 8), common.ROWS)] if deltas > 1 else q_s
+            queries = (
+                q_s.at[pl.ds(pl.multiple_of((code >> 1 & 127) * rows, 8), common.ROWS)] if deltas > 1 else q_s
+            )
             keys = kv_s.at[slot, :, pl.ds(0, head_dim)]
 
             x = common.capped(common.scores(queries, keys), soft_cap)
-            where = lax.broadcast_in_dim(
-                common.load(where_s.at[slot], by_column), (common.ROWS, tile), [1]
-            )
+            where = lax.broadcast_in_dim(common.load(where_s.at[slot], by_column), (common.ROWS, tile), [1])
             seen = where <= position
             if window is not None:
                 seen &= where > position - window

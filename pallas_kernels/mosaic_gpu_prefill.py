@@ -143,9 +143,7 @@ def _kernel(
             row = group * ROWS + warpgroup * common.ROWS
 
             def load_queries(delta: Any) -> None:
-                plgpu.copy_gmem_to_smem(
-                    q_ref.at[b, delta, head, pl.ds(row, common.ROWS)], queries, ready
-                )
+                plgpu.copy_gmem_to_smem(q_ref.at[b, delta, head, pl.ds(row, common.ROWS)], queries, ready)
                 plgpu.barrier_wait(ready)
 
             plgpu.copy_gmem_to_smem(rows_ref.at[b, pl.ds(row, common.ROWS)], rows_s.at[warpgroup], ready)

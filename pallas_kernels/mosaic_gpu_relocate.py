@@ -19,6 +19,8 @@ from pallas_kernels import mosaic_gpu as common
 
 Array = Any
 
+STAGES = 3
+MOST_BYTES = 32 * 1024  # of a unit: two thread blocks of three stages share a multiprocessor
 MOST_ELEMENTS = 64 * 64  # of one half of the keys of a unit: they are held in registers
 BLOCKS_WANTED = 3 * 132  # three blocks for each of an H100's 132 multiprocessors
 BOX = 128  # most columns that one copy moves untouched
@@ -61,7 +63,9 @@ def relocate_pages(
             f"Hopper relocation takes rotary dims of a multiple of 32, found {2 * half} of {width // 2}"
         )
     if page_size % 8:
-        raise NotImplementedError(f"Hopper relocation takes pages of a multiple of 8 slots, found {page_size}")
+        raise NotImplementedError(
+            f"Hopper relocation takes pages of a multiple of 8 slots, found {page_size}"
+        )
     if rows * kv_heads * page_size >= 2**31:
         raise NotImplementedError(f"Hopper relocation counts slots in 32 bits, found {rows} pages")
     if source.shape[0] == 0:
@@ -83,12 +87,11 @@ def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpre
     width, dtype = pages.shape[1], pages.dtype
     itemsize = jnp.dtype(dtype).itemsize
     # All rows of a page turn alike, whichever head they belong to.
-    limit = max(MOST_ELEMENTS // half, 8)
+    limit = max(min(MOST_ELEMENTS // half, MOST_BYTES // (width * itemsize)), 8)
     size = max(n for n in range(8, min(limit, page_rows) + 1, 8) if page_rows % n == 0)
     per_page = page_rows // size
     units = number * per_page
     blocks = min(units, BLOCKS_WANTED)
-    stages = 3 if 3 * size * width * itemsize <= common.SHARED_BYTES // 3 else 2
     rest = [(start, min(BOX, width - start)) for start in range(2 * half, width, BOX)]
     padded = -(-size // common.ROWS) * common.ROWS
     swizzle = next(s for s in (128, 64, 32) if half * itemsize % s == 0)
@@ -114,7 +117,7 @@ def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpre
 
         def fetch(i: Array) -> None:
             move, part = unit(i)
-            slot = lax.rem(i, stages)
+            slot = lax.rem(i, STAGES)
             ready = filled.at[slot]
             plgpu.copy_gmem_to_smem(angles_ref.at[move], angles_s.at[slot], ready)
             for buffer, (start, n) in pieces(slot):
@@ -123,7 +126,7 @@ def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpre
 
         def turn(i: Array, _: None) -> None:
             move, part = unit(i)
-            slot = lax.rem(i, stages)
+            slot = lax.rem(i, STAGES)
             target = moves_ref[move, 1]
             plgpu.barrier_wait(filled.at[slot])
             low, high = (common.load(ref.at[slot], layout).astype(jnp.float32) for ref in (low_s, high_s))
@@ -143,23 +146,23 @@ def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpre
                     plgpu.copy_smem_to_gmem(buffer, pages_ref.at[rows(target, part), pl.ds(start, n)])
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(i + stages < mine)(lambda: fetch(i + stages))
+            pl.when(i + STAGES < mine)(lambda: fetch(i + STAGES))
 
-        for i in range(stages):
+        for i in range(STAGES):
             pl.when(i < mine)(lambda i=i: fetch(jnp.int32(i)))
         lax.fori_loop(0, mine, turn, None)
         plgpu.wait_smem_to_gmem(0)
 
     keys = plgpu.SMEM(
-        (stages, padded, half), dtype,
+        (STAGES, padded, half), dtype,
         transforms=(plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)),
     )  # fmt: skip
     scratch = (
         keys,
         keys,
-        plgpu.SMEM((stages, size, width - 2 * half), dtype),
-        plgpu.SMEM((stages, 2 * half), jnp.float32),
-        plgpu.Barrier(num_arrivals=3 + len(rest), num_barriers=stages),
+        plgpu.SMEM((STAGES, size, width - 2 * half), dtype),
+        plgpu.SMEM((STAGES, 2 * half), jnp.float32),
+        plgpu.Barrier(num_arrivals=3 + len(rest), num_barriers=STAGES),
     )
     # `plgpu.kernel` of jax 0.10 takes no references; the function that it wraps does, in every version.
     kernel = pl.kernel(

@@ -139,7 +139,9 @@ def _partial(
             mask = jnp.broadcast_to(seen[:, None], (tile, head_dim))
             keys, values = (
                 triton.load(
-                    kv_ref.at[row[:, None], head, slot[:, None], start + columns[None, :]], mask=mask, other=0.0
+                    kv_ref.at[row[:, None], head, slot[:, None], start + columns[None, :]],
+                    mask=mask,
+                    other=0.0,
                 )
                 for start in (0, head_dim)
             )

@@ -105,7 +105,7 @@ def arguments(case: dict[str, Any]) -> tuple[Callable[..., Any], list[Any], tupl
     batch, heads, head_dim = case["batch"], case["kv_heads"], case["head_dim"]
     pages = ((case["rows"], heads, size, 2 * head_dim), dtype)
     held = case["rows"] * heads * size * 2 * head_dim * dtype.itemsize
-    implementation = "triton" if kind == "triton" else "pallas_gpu"
+    implementation = kind if kind in ("triton", "auto") else "pallas_gpu"
     if kind == "relocate":
         moves, half = 64, case.get("rotary_dim", head_dim) // 2
         angles = ((moves, half), jnp.float32)
@@ -157,6 +157,10 @@ def report(case: dict[str, Any]) -> dict[str, Any]:
     text: list[str] = []
     try:
         with captured(text):
+            if "shared_bytes" in case:
+                from pallas_kernels import mosaic_gpu
+
+                mosaic_gpu.SHARED_BYTES = case["shared_bytes"]  # this process is thrown away
             function, shapes, donate, held = arguments(case)
             compiled = compiled_for_hopper(function, shapes, donate)
     except Exception as error:  # the parent asserts on it

@@ -79,9 +79,7 @@ def test_prefill_of_every_case(case: shapes.Case) -> None:
 def test_a_row_that_sees_nothing_is_zero_and_short_queries_go_to_the_decode_kernel() -> None:
     case = dataclasses.replace(DECODE, context=(1,), length=2, deltas=1, window=None, soft_cap=None)
     inputs = shapes.build(case)
-    found = np.asarray(
-        mosaic_gpu_prefill.paged_attention(*map(jnp.asarray, inputs.arrays()), interpret=True)
-    )
+    found = np.asarray(mosaic_gpu_prefill.paged_attention(*map(jnp.asarray, inputs.arrays()), interpret=True))
     assert not found[0, 1].any()  # the sequence is shorter than T: position -1
     expected = judge.attention(*inputs.arrays())
     np.testing.assert_allclose(found, expected, atol=tolerance("attention", "bfloat16"))
