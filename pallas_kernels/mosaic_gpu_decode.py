@@ -1,9 +1,9 @@
 """Paged attention of few queries on Hopper: a ring of tiles by TMA, wgmma, the context split over blocks.
 
-One thread block serves one sequence, one KV head and one part of its visited tiles. All queries of that head
-(T·G rows) are one wgmma operand of 64 rows; the rest of the rows are padding, which costs tensor core time that a
-memory-bound kernel has to spare. The parts of a context are joined by their log-sum-exp in XLA (flash decoding,
-Dao et al. 2023).
+One thread block serves one sequence, one KV head and one part of its visited tiles. All queries of that
+head (T·G rows) are one wgmma operand of 64 rows; the rest of the rows are padding, which costs tensor core
+time that a memory-bound kernel has to spare. The parts of a context are joined by their log-sum-exp in XLA
+(flash decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Paged attention of many queries on Hopper: one warpgroup fetches, two compute 64 rows each.
 
-One thread block serves 128 rows (tokens x query heads of one KV head) of one sequence. The tiles it visits are
-listed by XLA: those that every row sees whole come first and are folded without a mask, those that only some rows
-see come last, those that no row sees are not read. So the causal triangle, a window, and the holes and cuts of a
-relocated table cost what they hold.
+One thread block serves 128 rows (tokens x query heads of one KV head) of one sequence. The tiles it visits
+are listed by XLA: those that every row sees whole come first and are folded without a mask, those that only
+some rows see come last, those that no row sees are not read. So the causal triangle, a window, and the
+holes and cuts of a relocated table cost what they hold.
 """
 
 from __future__ import annotations
@@ -212,7 +212,6 @@ def _kernel(
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((batch, kv_heads, rows, head_dim), jnp.float32),
-        # Late groups see more keys: they start first, so that no long block is left for the end.
         grid=(rows // ROWS, kv_heads, batch),
         grid_names=("group", "head", "batch"),
         num_threads=WARPGROUPS + 1,

@@ -1,7 +1,7 @@
 """Relocation of whole pages on Hopper: page in by TMA, keys rotated in float32, page out, in place.
 
-The pages are one array seen as rows of 2H; a unit of work is some rows of one page. The two halves of
-the keys come into buffers of their own, so that a rotation is elementwise; everything else (values, components
+The pages are one array seen as rows of 2H; a unit of work is some rows of one page. The two halves of the
+keys come into buffers of their own, so that a rotation is elementwise; everything else (values, components
 that the rotation leaves alone) goes from memory to memory without passing a register.
 """
 

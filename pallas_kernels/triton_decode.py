@@ -1,7 +1,7 @@
 """Paged attention of one query a sequence for GPUs other than Hopper, through Pallas' Triton backend.
 
-JAX has announced that it will remove that backend: nothing imports this module but the dispatcher, by name, and
-deleting it takes nothing else along.
+JAX has announced that it will remove that backend: nothing imports this module but the dispatcher, by name,
+so that it can be deleted alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def paged_attention(
     Raises:
       NotImplementedError: a shape or dtype that this kernel does not do, or a JAX without the backend.
     """
-    batch, deltas, length, kv_heads, group, head_dim = q.shape
+    _, _, length, _, group, head_dim = q.shape
     rows, _, page_size, _ = kv.shape
     block = page.shape[1] // delta_index.shape[1]
     if length != 1:
@@ -71,7 +71,8 @@ def paged_attention(
             raise NotImplementedError(f"the Triton kernel takes {name} that are powers of two, found {value}")
     if head_dim < 16 or block * page_size < 16:
         raise NotImplementedError(
-            f"the Triton kernel takes head dims and blocks of 16 or more, found {head_dim} and {block} x {page_size}"
+            "the Triton kernel takes head dims and blocks of 16 slots or more, found "
+            f"{head_dim} and {block} x {page_size}"
         )
     tile = min(block * page_size, SLOTS)
     number = page.shape[1] * page_size // tile
