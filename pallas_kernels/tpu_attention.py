@@ -105,7 +105,7 @@ def attend(
     Returns:
       f32[U, K, rows, width]; values are its last H columns.
     """
-    units, deltas, kv_heads, rows, width = q.shape
+    units, _, kv_heads, rows, width = q.shape
     batch, blocks, slots = key_positions.shape
     if kv.dtype != jnp.float32:
         q = jnp.concatenate(exact_parts(q), 3) if tiling.split else q.astype(jnp.bfloat16)
@@ -175,6 +175,7 @@ def _kernel(count_ref: Any, start_ref: Any, *refs: Any, tiling: Tiling) -> None:
         scale_ref, out_ref, peak_ref, total_ref, acc_ref, ring, copied, scale_ring, scale_copied = refs_
     else:
         out_ref, peak_ref, total_ref, acc_ref, ring, copied = refs_
+    sums = peak_ref, total_ref, acc_ref
     unit = pl.program_id(0)
     count, start = count_ref[unit], start_ref[unit]
 
@@ -201,17 +202,15 @@ def _kernel(count_ref: Any, start_ref: Any, *refs: Any, tiling: Tiling) -> None:
             pl.when(wanted)(copy.start)
 
     def await_copies(j: Array, full: Array) -> None:
-        @pl.when(full)
-        def _() -> None:  # one wait for the bytes of all pages: issuing a wait a page costs scalar time
-            whole = ring.at[place(j)]
-            pltpu.make_async_copy(whole, whole, copied.at[place(j)]).wait()
-
-        @pl.when(jnp.logical_not(full))
-        def _() -> None:
+        def each() -> None:
             for i in range(t.block):
                 wanted, copy = page_copy(j, i)
                 pl.when(wanted)(copy.wait)
 
+        # One wait for the bytes of all pages where it can be: issuing a wait a page costs scalar time.
+        whole = ring.at[place(j)]
+        pl.when(full)(pltpu.make_async_copy(whole, whole, copied.at[place(j)]).wait)
+        pl.when(jnp.logical_not(full))(each)
         if t.scaled:
             scale_copy(j)[1].wait()
 
@@ -232,10 +231,8 @@ def _kernel(count_ref: Any, start_ref: Any, *refs: Any, tiling: Tiling) -> None:
         slot = place(j)
 
         if ring.dtype != jnp.int8:  # 0 · NaN is NaN; int8 has none
-
-            @pl.when(((item >> CUT_BIT) & 1) == 1)
-            def _() -> None:
-                _blank(ring, slot, bounds_ref, j, t)
+            cut = ((item >> CUT_BIT) & 1) == 1
+            pl.when(cut)(lambda: _blank(ring, slot, bounds_ref, j, t))
 
         block = item & ((1 << DELTA_BIT) - 1)
         delta = (item >> DELTA_BIT) & ((1 << (CUT_BIT - DELTA_BIT)) - 1)
@@ -246,8 +243,11 @@ def _kernel(count_ref: Any, start_ref: Any, *refs: Any, tiling: Tiling) -> None:
         for h in range(t.kv_heads):
             factors = None
             if t.scaled:
-                factors = scale_ring[slot, h : h + 1, :], scale_ring[slot, t.kv_heads + h : t.kv_heads + h + 1, :]
-            _fold_head(h, q_ref[0, delta, h], ring[slot, :, h], seen, factors, peak_ref, total_ref, acc_ref, t)
+                factors = (
+                    scale_ring[slot, h : h + 1, :],
+                    scale_ring[slot, t.kv_heads + h : t.kv_heads + h + 1, :],
+                )
+            _fold_head(h, q_ref[0, delta, h], ring[slot, :, h], seen, factors, sums, t)
 
     lax.fori_loop(0, count, fold, None)
     for h in range(t.kv_heads):
@@ -261,11 +261,11 @@ def _fold_head(
     rows: Array,
     seen: Array,
     factors: tuple[Array, Array] | None,
-    peak_ref: Any,
-    total_ref: Any,
-    acc_ref: Any,
+    sums: tuple[Any, Any, Any],
     t: Tiling,
 ) -> None:
+    """Folds rows K|V [block, P, 2H] of one head into its sums."""
+    peak_ref, total_ref, acc_ref = sums
     if rows.dtype.itemsize == 1:
         rows = rows.astype(jnp.float32)  # before the reshape: its tiles of 8 slots fit any page size
     rows = rows.reshape(t.block * t.page_size, 2 * t.head_dim).astype(query.dtype)
@@ -310,12 +310,13 @@ def _blank(ring: Any, slot: Array, bounds_ref: Any, j: Array, t: Tiling) -> None
         bounds = bounds_ref[0, 0, j * t.block + i]
         lo, hi = bounds & 0xFFFF, bounds >> 16
 
-        @pl.when(jnp.logical_or(lo > 0, hi < t.page_size))
-        def _() -> None:
+        def blank() -> None:
             rows = ring[slot, i].astype(jnp.float32)
             at = lax.broadcasted_iota(jnp.int32, rows.shape, 1)
             rows = jnp.where(jnp.logical_and(at >= lo, at < hi), rows, 0.0)
             ring[slot, i] = rows.astype(ring.dtype)
+
+        pl.when(jnp.logical_or(lo > 0, hi < t.page_size))(blank)
 
     lax.fori_loop(0, t.block, one, None)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import tpu_work
 from pallas_kernels.tpu_attention import VMEM_LIMIT, Tiling, attend
+from pallas_kernels.tpu_tiles import check_tiles
 from pallas_kernels.xla import NOWHERE, key_positions
 
 Array = Any
@@ -90,7 +91,8 @@ def run(
         window=window,
         soft_cap=soft_cap,
     )
-    check(tiling, kv.dtype, page.shape[1], blocks, interpret)
+    check_tiles(kv, interpret)
+    check(tiling, page.shape[1], blocks)
     tile, tiling = _sizes(tiling, kv.dtype, length, group, blocks)
     units, rows = tiling.units, tiling.rows
 
@@ -128,26 +130,19 @@ def run(
     return out[:, :length]
 
 
-def check(tiling: Tiling, dtype: Any, entries: int, blocks: int, interpret: Any) -> None:
+def check(tiling: Tiling, entries: int, blocks: int) -> None:
     """Raises NotImplementedError, in one sentence, for what the kernel does not take."""
-    t, dtype = tiling, jnp.dtype(dtype)
+    t = tiling
     if t.page_size > tpu_work.MAX_PAGE_SIZE:
         raise NotImplementedError(f"page size is {t.page_size}, the TPU kernel takes at most 32767")
     if t.deltas > tpu_work.MAX_DELTAS or blocks > tpu_work.MAX_BLOCKS:
-        raise NotImplementedError(f"the table has {blocks} blocks and {t.deltas} deltas, too many for the TPU kernel")
+        raise NotImplementedError(
+            f"the table has {blocks} blocks and {t.deltas} deltas, too many for the TPU kernel"
+        )
     if entries > MAX_ENTRIES:
         raise NotImplementedError(
             f"the table has {entries} entries, the TPU kernel takes at most {MAX_ENTRIES} "
             "(they must fit scalar memory): use larger pages"
-        )
-    if interpret:
-        return  # what follows is about hardware tiles
-    if t.head_dim % 64:
-        raise NotImplementedError(f"head dim is {t.head_dim}, the TPU kernel takes multiples of 64")
-    least = {4: 8, 2: 16, 1: 32}[dtype.itemsize]
-    if t.page_size % least:
-        raise NotImplementedError(
-            f"page size is {t.page_size}, the TPU kernel takes multiples of {least} for {dtype.name} pages"
         )
 
 
@@ -170,6 +165,6 @@ def _sizes(tiling: Tiling, dtype: Any, length: int, group: int, blocks: int) -> 
             tile = -(-tile // 2)
         else:
             raise NotImplementedError(
-                f"a block of {slots} slots of {tiling.kv_heads} heads needs {need >> 20} MiB of VMEM, the TPU "
-                f"kernel has {VMEM_LIMIT - HEADROOM >> 20}: use smaller blocks"
+                f"a block of {slots} slots of {tiling.kv_heads} heads needs {need >> 20} MiB of VMEM, the "
+                f"TPU kernel has {VMEM_LIMIT - HEADROOM >> 20}: use smaller blocks"
             )

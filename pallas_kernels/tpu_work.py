@@ -22,7 +22,7 @@ MAX_BLOCKS, MAX_DELTAS, MAX_PAGE_SIZE = 1 << DELTA_BIT, 1 << (CUT_BIT - DELTA_BI
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """Work of U units over tables of `blocks` blocks of `block` entries; the kernel runs `ahead` items ahead."""
+    """Work of U units over tables of `blocks` blocks, for a kernel that copies `ahead` items ahead."""
 
     count: Array  # i32[U], items of a unit, at least 1
     start: Array  # i32[U], items of the units before it
