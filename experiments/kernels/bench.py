@@ -15,8 +15,8 @@ from experiments.kernels.config import KernelsConfig
 from experiments.kernels.sweep import Moves
 from pallas_kernels import shapes
 
-# Largest absolute error of an answer of order 1; a key is rounded once. As in docs/numerics.md.
-TOLERANCE = {"bfloat16": 1e-2, "float32": 2e-5}
+# Largest absolute error of an answer, as in docs/numerics.md. A relocated key is rounded once.
+TOLERANCE = {"bfloat16": 2e-2, "float32": 2e-6}
 KEY_TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-5}
 
 

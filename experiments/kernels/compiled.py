@@ -1,9 +1,10 @@
 """What compilers say of the kernels, for chips that are not here. A process of its own for each chip:
 
-python -m experiments.kernels.compiled v6e '[{"kernel": "decode", "heads": "llama-8b", ...}]'
+    python -m experiments.kernels.compiled v6e '[{"kernel": "decode", "heads": "llama-8b", ...}]'
 
-One JSON object a case. Needs libtpu (`pip install "jax[tpu]"`) for TPUs, jax's CUDA plugin of the same version
-(`pip install --no-deps jax-cuda13-pjrt==X jax-cuda13-plugin==X`, and nvidia-cuda-nvcc, nvidia-nvvm) for GPUs.
+One JSON object a case. TPUs need libtpu (`pip install "jax[tpu]"`). GPUs need jax's CUDA plugin of jax's own
+version X: `pip install --no-deps jax-cuda13-pjrt==X jax-cuda13-plugin==X` and
+`pip install nvidia-cuda-nvcc nvidia-nvvm`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def compile_for(chip: str, function: Any, shapes: list[Any], donate: tuple[int, 
     sharding = SingleDeviceSharding(device)
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
     kind = device.device_kind if tpu else "NVIDIA H200"
-    abstract = AbstractDevice(device_kind=kind, num_cores=1 if tpu else None, platform="tpu" if tpu else "gpu")
+    abstract = AbstractDevice(
+        device_kind=kind, num_cores=1 if tpu else None, platform="tpu" if tpu else "gpu"
+    )
     mesh = AbstractMesh((), (), abstract_device=abstract)
     with jax.sharding.use_abstract_mesh(mesh), compiling_for("tpu" if tpu else "gpu"):
         traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
