@@ -171,9 +171,9 @@ def _hopper(lines: list[Work]) -> list[str]:
     at_copy = work.bytes / copy * 1e6
     text = (
         f"Of {work.shape}: {work.bytes / chip.bandwidth * 1e6:,.0f} µs at the data sheet's rate, "
-        f"{at_copy:,.0f} µs at the {copy / 1e12:.1f} TB/s that a copy was measured to move. The goal of 80% of "
-        f"the copy is {at_copy / 0.8:,.0f} µs. Its {work.rows} query rows are padded to {chip.rows}, so the "
-        f"matrix units are busy for {padded(work, chip) * 1e6:,.0f} µs instead of "
+        f"{at_copy:,.0f} µs at the {copy / 1e12:.1f} TB/s that a copy was measured to move. The goal of 80% "
+        f"of the copy is {at_copy / 0.8:,.0f} µs. Its {work.rows} query rows are padded to {chip.rows}, so "
+        f"the matrix units are busy for {padded(work, chip) * 1e6:,.0f} µs instead of "
         f"{work.flops / chip.flops * 1e6:,.0f}: hidden behind the reads only if reads and products overlap, "
         "which is what the ring of tiles and the second thread block of a multiprocessor are for."
     )
@@ -185,8 +185,8 @@ _INTRODUCTION = """# Roofline sheet
 Made by `python -m experiments.roofline`; nothing here was measured on these chips. Bytes are those that must
 pass the HBM once: keys and values of the context in bfloat16, queries and answers in float32; pages of 16
 slots. FLOPs are those of scores and values that a query may see, a multiply-add counted as two. Heads:
-smollm2 has 9 query and 3 KV heads of 64, llama-8b 32 and 8 of 128, gemma 8 and 4 of 256. Relocated tables read the
-same bytes.
+smollm2 has 9 query and 3 KV heads of 64, llama-8b 32 and 8 of 128, gemma 8 and 4 of 256. Relocated tables
+read the same bytes.
 """
 _TIMES = """The longer of bytes over HBM rate and FLOPs over peak; `c` where the FLOPs are the longer. In
 brackets: the compiler's own `optimal_seconds` for the compiled kernel, where one was asked. XLA counts what a
