@@ -29,6 +29,7 @@ ROWS = 64  # rows of a wgmma: queries are padded to it
 SHARED_BYTES = 227 * 1024  # what a block may allocate on Hopper
 RESERVED_BYTES = 6 * 1024  # barriers, reductions, alignment of the other buffers
 MAX_DELTAS = 64
+NAMES = ("ACC", "Barrier", "Layout", "Mesh", "RefUnion", "kernel", "wgmma")  # that a version must have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,22 @@ class Plan:
     where: Array  # i32[B, M·P], position of every slot, NOWHERE where nobody may read
     code: Array  # i32[B, Nq, Nt], visited tiles in front: tile << 8 | delta << 1 | (holds unreadable slots)
     count: Array  # i32[B, Nq, 2]: visited tiles; those of them, in front, that need no mask
+
+
+def backend() -> Any:
+    """The module of Mosaic GPU.
+
+    Raises:
+      NotImplementedError: this JAX has none, or one without a name that the kernels use.
+    """
+    try:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+    except ImportError as error:
+        raise NotImplementedError(f"jax {jax.__version__} can't load Mosaic GPU: {error}") from error
+    for name in NAMES:
+        if not hasattr(plgpu, name):
+            raise NotImplementedError(f"Mosaic GPU of jax {jax.__version__} has no `{name}`")
+    return plgpu
 
 
 def tile_size(page_size: int, block: int, limit: int) -> int:
@@ -72,8 +89,7 @@ def check(q: Array, kv: Array, scale: Array | None, interpret: Any) -> None:
 
 def swizzled(dtype: Any) -> tuple[Any, ...]:
     """Transforms of a shared buffer that wgmma reads: rows of 128 bytes, swizzled."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    plgpu = backend()
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
@@ -165,6 +181,7 @@ def capped(x: Array, soft_cap: float | None) -> Array:
 
 def check_device(interpret: Any) -> None:
     """Raises NotImplementedError where the kernels would neither be interpreted nor run on Hopper."""
+    backend()
     if interpret:
         interpreted(interpret)
         return
@@ -188,8 +205,7 @@ def chunks(head_dim: int) -> list[tuple[int, int]]:
 
 def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
     """A register array of one value."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    plgpu = backend()
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
@@ -198,8 +214,7 @@ def accumulate(acc: Array, weights: Array, values: Any, interpret: Any) -> Array
 
     The interpreter knows no wgmma with an operand in registers, there it is a plain product.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    plgpu = backend()
     if interpret:
         return acc + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
 
@@ -211,7 +226,7 @@ def accumulate(acc: Array, weights: Array, values: Any, interpret: Any) -> Array
 
 def scores(queries: Any, keys: Any) -> Array:
     """f32[64, S] of queries bf16[64, H] and keys bf16[S, H], both in shared memory, one wgmma."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    plgpu = backend()
 
     def multiply(ref: Any) -> Array:
         plgpu.wgmma(ref, queries, keys.transpose((1, 0)))
@@ -225,8 +240,7 @@ def clear_unreadable(rows: Any, where: Any, head_dim: int) -> None:
 
     Keys need no such care, their scores are replaced.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    plgpu = backend()
     layout = plgpu.Layout.WGMMA
     alive = load(where, layout.reduce(1)) < NOWHERE
     for start in range(head_dim, 2 * head_dim, 64):
@@ -239,8 +253,7 @@ def clear_unreadable(rows: Any, where: Any, head_dim: int) -> None:
 
 def load(ref: Any, layout: Any) -> Array:
     """A shared buffer as a register array of `layout`; jax 0.10 takes an index besides."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    plgpu = backend()
     if "idx" in inspect.signature(plgpu.load).parameters:
         return plgpu.load(ref, (), layout=layout)
     return plgpu.load(ref, layout=layout)
@@ -250,8 +263,7 @@ def interpreted(interpret: Any) -> Any:
     """What `plgpu.kernel` takes as `interpret`; True stands for the interpreter's defaults."""
     if interpret is None or interpret is False:
         return None
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    plgpu = backend()
     params = getattr(plgpu, "InterpretGPUParams", None)
     if params is None:
         raise NotImplementedError(

@@ -19,7 +19,9 @@ from pallas_kernels import mosaic_gpu as common
 
 Array = Any
 
-BLOCKS_WANTED = 2 * 132  # two blocks for each of an H100's 132 multiprocessors
+BLOCKS = 2 * 132  # that run at a time: two on each of an H100's 132 multiprocessors
+START = 3  # what a block costs before and after its tiles, in tiles
+JOIN = 0.02  # what joining one more part costs, in tiles
 
 
 def paged_attention(
@@ -74,13 +76,27 @@ def paged_attention(
     )  # fmt: skip
     number = plan.code.shape[2]
     if splits is None:
-        splits = max(1, min(-(-BLOCKS_WANTED // (batch * kv_heads)), -(-number // 2)))
+        splits = best_splits(batch * kv_heads, number)
     parts = _partial(
         common.pad_rows(q, rows), kv, common.inside(page, kv.shape[0]), plan, row_positions,
         tile=tile, splits=splits, window=window, soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
     out = _combine(*parts)[:, :, : length * group]
     return out.reshape(batch, kv_heads, length, group, head_dim).transpose(0, 2, 1, 3, 4)
+
+
+def best_splits(pairs: int, tiles: int) -> int:
+    """Parts of a context of `tiles` tiles for `pairs` of sequence and head: the shortest schedule.
+
+    A batch of 1 is cut into as many parts as fill the chip; one that fills it by itself is cut only if that
+    leaves less of the chip idle in the last wave of blocks.
+    """
+
+    def cost(splits: int) -> float:
+        waves = -(-pairs * splits // BLOCKS)
+        return waves * (-(-tiles // splits) + START) + JOIN * splits
+
+    return min(range(1, max(1, min(tiles, 2 * BLOCKS)) + 1), key=cost)
 
 
 def _combine(out: Array, peak: Array, total: Array) -> Array:
@@ -121,8 +137,7 @@ def _partial(
     interpret: Any,
 ) -> tuple[Array, Array, Array]:
     """Unnormalized outputs, maxima (log2) and sums of every part."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    plgpu = common.backend()
     batch, deltas, kv_heads, rows, head_dim = q.shape
     page_size = kv.shape[2]
     boxes, box = common.pages_of_tile(tile, page_size)
@@ -217,8 +232,9 @@ def _partial(
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((*shape, rows, head_dim), jnp.float32), statistics, statistics],
-        grid=(splits, kv_heads, batch),
-        grid_names=("part", "head", "batch"),
+        # The last axis runs fastest: heads of one part share the positions and page numbers that they read.
+        grid=(batch, splits, kv_heads),
+        grid_names=("batch", "part", "head"),
         scratch_types=[
             plgpu.SMEM((query_rows, head_dim), jnp.bfloat16, transforms=bf16),
             plgpu.RefUnion(

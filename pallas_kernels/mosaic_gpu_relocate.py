@@ -81,8 +81,7 @@ def relocate_pages(
 
 def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpret: Any) -> None:
     """Moves `pages`, a reference to [X·K·P, 2H], by `moves` i32[n, 2] and `angles` f32[n, cos | sin]."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
+    plgpu = common.backend()
     number, half = moves.shape[0], angles.shape[1] // 2
     width, dtype = pages.shape[1], pages.dtype
     itemsize = jnp.dtype(dtype).itemsize

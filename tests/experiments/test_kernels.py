@@ -33,7 +33,7 @@ TINY: dict[str, Any] = {
     "candidates": ("pallas", "xla", "copy"),
     "copy_bytes": 4096,
     "samples": 2,
-    "sample_ms": 0.01,
+    "sample_ms": 1.0,
 }
 
 

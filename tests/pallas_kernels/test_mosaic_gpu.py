@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,10 +184,34 @@ def test_without_a_hopper_gpu_the_kernels_refuse() -> None:
         mosaic_gpu_decode.paged_attention(*map(jnp.asarray, inputs.arrays()))
 
 
+def test_a_jax_without_the_backend_or_with_another_one_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(plgpu, "RefUnion")
+    with pytest.raises(NotImplementedError, match="has no `RefUnion`"):
+        mosaic_gpu.check_device(False)
+    monkeypatch.delattr(jax.experimental.pallas, "mosaic_gpu")
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.mosaic_gpu", None)
+    with pytest.raises(NotImplementedError, match="can't load Mosaic GPU"):
+        mosaic_gpu.check_device(False)
+
+
 def test_a_jax_without_the_interpreter_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(plgpu, "InterpretGPUParams", raising=False)
     with pytest.raises(NotImplementedError, match=r"interpreted by jax 0\.11\.2 or newer"):
         mosaic_gpu.check_device(True)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "tiles", "least", "most"),
+    [
+        (8, 512, 31, 33),  # one sequence, 8 heads: as many parts as fill the chip once
+        (3, 8, 8, 8),  # a short context: a part for every tile
+        (64, 512, 4, 4),  # a full wave, not a second one that is nearly empty
+        (2048, 64, 1, 2),  # the chip is full anyway
+        (1, 1, 1, 1),
+    ],
+)
+def test_parts_of_a_context_fill_the_chip_and_no_more(pairs: int, tiles: int, least: int, most: int) -> None:
+    assert least <= mosaic_gpu_decode.best_splits(pairs, tiles) <= most
 
 
 @pytest.mark.parametrize("full_first", [True, False])
