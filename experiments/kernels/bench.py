@@ -60,14 +60,21 @@ def copy_row(size: int, config: KernelsConfig, name: str) -> Row:
 def attention_rows(case: shapes.Case, config: KernelsConfig, platform: str, ceiling: float) -> list[Row]:
     """All candidates on one case."""
     kernel = "decode" if case.length == 1 else "prefill"
-    wanted = problem.problem(case, config.seed)
-    rows = []
-    for name in config.candidates:
-        row = Row(case=case.name, kernel=kernel, candidate=name, bytes=case.kv_bytes, flops=case.flops)
+    rows = [
+        Row(case=case.name, kernel=kernel, candidate=name, bytes=case.kv_bytes, flops=case.flops)
+        for name in config.candidates
+    ]
+    try:
+        wanted = problem.problem(case, config.seed)
+    except Exception as failure:  # the pages do not fit, say; the next case may
+        return [dataclasses.replace(row, status="failed", reason=_line(failure)) for row in rows]
+    for number, row in enumerate(rows):
+        name = row.candidate
         try:
             if name == "copy":
                 copied = copy_row(case.kv_bytes // 2, config, case.name)
-                row = dataclasses.replace(copied, kernel=kernel, of_copy=copied.bytes_per_second / ceiling)
+                share = (copied.bytes_per_second or 0.0) / ceiling
+                rows[number] = dataclasses.replace(copied, kernel=kernel, of_copy=share)
             elif name == "sdpa":
                 _torch(row, wanted, config, platform, ceiling)
             else:
@@ -76,7 +83,6 @@ def attention_rows(case: shapes.Case, config: KernelsConfig, platform: str, ceil
             row.status, row.reason = "skipped", str(refusal)
         except Exception as failure:  # a baseline may fail in any way, and the others still count
             row.status, row.reason = "failed", _line(failure)
-        rows.append(row)
     return rows
 
 
