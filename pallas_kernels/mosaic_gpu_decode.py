@@ -156,21 +156,25 @@ def _partial(
         count = count_ref[b, 0, 0]
         begin, end = count * part // splits, count * (part + 1) // splits
 
-        def fetch(i: Array, code: Array) -> None:
+        def find(i: Array) -> tuple[Array, list[Array]]:
+            """Where in the table the i-th visited tile starts, and its pages."""
+            start = (code_ref[b, 0, i] >> 8) * tile
+            return start, [page_ref[b, start // page_size + j] for j in range(boxes)]
+
+        def fetch(i: Array, start: Array, pages: list[Array]) -> None:
             slot = lax.rem(i - begin, stages)
-            start = (code >> 8) * tile
             plgpu.copy_gmem_to_smem(where_ref.at[b, pl.ds(start, tile)], where_s.at[slot], filled.at[slot])
-            for j in range(boxes):
-                row = page_ref[b, start // page_size + j]
-                source = kv_ref.at[row, head] if box == page_size else kv_ref.at[
-                    row, head, pl.ds(lax.rem(start, page_size), box)]  # fmt: skip
+            for j, row in enumerate(pages):
+                source = kv_ref.at[row, head]
+                if box < page_size:
+                    source = source.at[pl.ds(lax.rem(start, page_size), box)]
                 plgpu.copy_gmem_to_smem(source, kv_s.at[slot, pl.ds(j * box, box)], filled.at[slot])
 
         for r in range(deltas):
             plgpu.copy_gmem_to_smem(q_ref.at[b, r, head], q_s.at[pl.ds(r * rows, rows)], started)
         plgpu.copy_gmem_to_smem(rows_ref.at[b], rows_s, started)
         for i in range(stages):
-            pl.when(begin + i < end)(lambda i=i: fetch(begin + i, code_ref[b, 0, begin + i]))
+            pl.when(begin + i < end)(lambda i=i: fetch(begin + i, *find(begin + i)))
         plgpu.barrier_wait(started)
         position = lax.broadcast_in_dim(common.load(rows_s, by_row), (common.ROWS, tile), [0])
 
@@ -178,6 +182,7 @@ def _partial(
             peak, total, acc = carry
             slot = lax.rem(i - begin, stages)
             code = code_ref[b, 0, i]
+            ahead = find(jnp.minimum(i + stages, end - 1))  # read now, so that nothing waits for it below
             plgpu.barrier_wait(filled.at[slot])
             queries = (
                 q_s.at[pl.ds(pl.multiple_of((code >> 1 & 127) * rows, 8), common.ROWS)] if deltas > 1 else q_s
@@ -202,10 +207,9 @@ def _partial(
             out = []
             for (start, size), old in zip(chunks, acc, strict=True):
                 values = kv_s.at[slot, :, pl.ds(head_dim + start, size)]
-
                 old = old * lax.broadcast_in_dim(keep, old.shape, [0])
                 out.append(common.accumulate(old, weights, values, interpret))
-            pl.when(i + stages < end)(lambda: fetch(i + stages, code_ref[b, 0, i + stages]))
+            pl.when(i + stages < end)(lambda: fetch(i + stages, *ahead))
             return new_peak, total, tuple(out)
 
         peak, total, acc = lax.fori_loop(

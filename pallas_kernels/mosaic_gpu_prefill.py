@@ -190,7 +190,6 @@ def _kernel(
                 out = []
                 for (start, size), old in zip(chunks, acc, strict=True):
                     values = kv_s.at[slot, :, pl.ds(head_dim + start, size)]
-
                     old = old * lax.broadcast_in_dim(keep, old.shape, [0])
                     out.append(common.accumulate(old, weights, values, interpret))
                 plgpu.barrier_arrive(freed.at[slot])
@@ -204,7 +203,9 @@ def _kernel(
             )
             carry = lax.fori_loop(0, unmasked, lambda i, c: fold(i, c, False), carry)
             _, total, acc, _ = lax.fori_loop(unmasked, count, lambda i, c: fold(i, c, True), carry)
-            share = 1.0 / jnp.where(total > 0.0, total, 1.0)
+            # A row that pads the group saw the tiles that need no mask.
+            real = common.load(rows_s.at[warpgroup], by_row) >= 0
+            share = jnp.where(real & (total > 0.0), 1.0 / total, 0.0)
             for (start, size), part in zip(chunks, acc, strict=True):
                 part = part * lax.broadcast_in_dim(share, part.shape, [0])
                 out_ref[b, head, pl.ds(row, common.ROWS), pl.ds(start, size)] = part

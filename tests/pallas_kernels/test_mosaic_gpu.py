@@ -95,11 +95,12 @@ def test_prefill_of_every_case(case: shapes.Case) -> None:
 
 
 @interpreted
-def test_a_row_that_sees_nothing_is_zero_and_short_queries_go_to_the_decode_kernel() -> None:
-    case = dataclasses.replace(DECODE, context=(1,), length=2, group=1, deltas=1, window=None, soft_cap=None)
+def test_a_row_that_pads_a_batch_is_zero_though_its_group_reads_a_tile_without_a_mask() -> None:
+    case = dataclasses.replace(PREFILL, context=(67,), deltas=1, scattered=False)
     inputs = shapes.build(case)
     found = np.asarray(mosaic_gpu_prefill.paged_attention(*map(jnp.asarray, inputs.arrays()), interpret=True))
-    assert not found[0, 1].any()  # the sequence is shorter than T: position -1
+    assert (inputs.tables.positions[0, 67:] == -1).all()
+    assert not found[0, 67:].any()
     expected = judge.attention(*inputs.arrays())
     np.testing.assert_allclose(found, expected, atol=tolerance("attention", "bfloat16"))
 
