@@ -21,6 +21,8 @@ LOG2E = math.log2(math.e)
 MASKED, PEAK = -1e30, -1e20  # as in the other kernels: exp2(MASKED - PEAK) is exactly 0
 LEAST_ROWS = 16  # of a Triton dot
 SLOTS = 64  # read at a time, at most
+STAGES = 2
+SHARED_BYTES = 64 * 1024  # for the pages in flight: consumer GPUs have 99 KB in all
 SPLITS = 16  # parts of a context, at most
 DTYPES = (jnp.float32, jnp.bfloat16)
 
@@ -74,7 +76,10 @@ def paged_attention(
             "the Triton kernel takes head dims and blocks of 16 slots or more, found "
             f"{head_dim} and {block} x {page_size}"
         )
-    tile = min(block * page_size, SLOTS)
+    fits = SHARED_BYTES // (STAGES * 2 * head_dim * jnp.dtype(kv.dtype).itemsize)
+    if fits < 16:
+        raise NotImplementedError(f"the Triton kernel has no room for head dims of {head_dim} in {kv.dtype}")
+    tile = min(block * page_size, SLOTS, 2 ** (fits.bit_length() - 1))
     number = page.shape[1] * page_size // tile
     splits = min(SPLITS, number)
     padded = max(LEAST_ROWS, pl.next_power_of_2(group))
@@ -187,7 +192,7 @@ def _partial(
                 jax.ShapeDtypeStruct((*shape, head_dim), jnp.float32),
                 *[jax.ShapeDtypeStruct(shape, jnp.float32)] * 2,
             ],
-            compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+            compiler_params=triton.CompilerParams(num_warps=4, num_stages=STAGES),
             interpret=interpret,
             name="paged_decode",
         )(q, page, first, lo, hi, delta_index, last, tiles, kv)

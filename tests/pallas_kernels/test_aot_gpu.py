@@ -62,7 +62,7 @@ GRID: list[dict[str, Any]] = [
             "kv_heads": 3,
             "group": 3,
         }
-        for head_dim, dtype, deltas in itertools.product([64, 128], ["bfloat16", "float32"], [1, 4])
+        for head_dim, dtype, deltas in itertools.product([64, 128, 256], ["bfloat16", "float32"], [1, 4])
     ),
 ]
 

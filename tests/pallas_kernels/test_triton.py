@@ -49,6 +49,7 @@ def test_decode_on_the_device(case: shapes.Case) -> None:
         ({"length": 2}, "one query a sequence, found 2"),
         ({"dtype": "int8"}, "float32 and bfloat16 pages, found int8"),
         ({"page_size": 24}, "page sizes that are powers of two, found 24"),
+        ({"head_dim": 1024}, "no room for head dims of 1024"),
         ({"head_dim": 8}, "head dims and blocks of 16 slots or more, found 8"),
     ],
 )
