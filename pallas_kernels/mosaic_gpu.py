@@ -73,12 +73,12 @@ def tile_size(page_size: int, block: int, limit: int) -> int:
     )
 
 
-def check(q: Array, kv: Array, scale: Array | None, interpret: Any) -> None:
+def check(q: Array, kv: Array, dtypes: tuple[str, ...], interpret: Any) -> None:
     """Raises NotImplementedError, naming the reason, for what the Hopper kernels don't do."""
     check_device(interpret)
     head_dim, page_size = kv.shape[3] // 2, kv.shape[2]
-    if kv.dtype != jnp.bfloat16 or scale is not None:
-        raise NotImplementedError(f"Hopper kernels read bfloat16 pages without scales, found {kv.dtype}")
+    if jnp.dtype(kv.dtype).name not in dtypes:
+        raise NotImplementedError(f"this Hopper kernel reads {', '.join(dtypes)} pages, found {kv.dtype}")
     if head_dim % 64 or head_dim > 256:
         raise NotImplementedError(f"Hopper kernels take head dims 64, 128, 192, 256, found {head_dim}")
     if page_size % 8:
@@ -248,6 +248,18 @@ def clear_unreadable(rows: Any, where: Any, head_dim: int) -> None:
         found = load(values, layout)
         mask = lax.broadcast_in_dim(alive, found.shape, [0])
         values[...] = jnp.where(mask, found, jnp.zeros_like(found))
+    plgpu.commit_smem()
+
+
+def widen(narrow: Any, where: Any, wide: Any) -> None:
+    """int8 or float8 rows of a tile as bfloat16, exactly; zeros where nobody may read."""
+    plgpu = backend()
+    layout = plgpu.Layout.WGMMA
+    alive = load(where, layout.reduce(1)) < NOWHERE
+    for start in range(0, wide.shape[1], 128):
+        found = load(narrow.at[:, pl.ds(start, 128)], layout).astype(jnp.bfloat16)
+        mask = lax.broadcast_in_dim(alive, found.shape, [0])
+        wide[:, pl.ds(start, 128)] = jnp.where(mask, found, jnp.zeros_like(found))
     plgpu.commit_smem()
 
 

@@ -33,15 +33,18 @@ PREFILL = shapes.Case(
 
 
 def _hopper(case: shapes.Case) -> shapes.Case:
-    """The case with what the kernels take: bfloat16 pages, blocks of whole tiles."""
+    """The case with what the kernels take: pages of 16 bits or less, blocks of whole tiles."""
     block = max(case.block, 64 // case.page_size)
-    return dataclasses.replace(case, dtype="bfloat16", block=block)
+    dtype = "bfloat16" if case.dtype == "float32" or case.length > 1 else case.dtype
+    return dataclasses.replace(case, dtype=dtype, block=block)
 
 
 def _error(case: shapes.Case, module: Any, interpret: Any, seed: int = 5, **options: Any) -> float:
     inputs = shapes.build(case, seed=seed)
-    masks = {"window": case.window, "soft_cap": case.soft_cap}
-    expected = judge.attention(*inputs.arrays(), **masks)
+    masks: dict[str, Any] = {"window": case.window, "soft_cap": case.soft_cap}
+    expected = judge.attention(*inputs.arrays(), **masks, scale=inputs.scale)
+    if inputs.scale is not None:
+        masks["scale"] = jnp.asarray(inputs.scale)
     found = module.paged_attention(
         *map(jnp.asarray, inputs.arrays()), **masks, **options, interpret=interpret
     )
@@ -70,6 +73,14 @@ def test_decode_reads_relocated_runs_in_parts() -> None:
     assert _error(DECODE, mosaic_gpu_decode, _detecting_races(), splits=2) < tolerance(
         "attention", "bfloat16"
     )
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_decode_of_narrow_pages_with_scales(dtype: str) -> None:
+    """Their scales are NaN, or their bits anything, where nobody owns a slot."""
+    case = dataclasses.replace(DECODE, context=(70,), deltas=2, dtype=dtype, page_size=32, window=None)
+    assert _error(case, mosaic_gpu_decode, True, splits=1) < tolerance("attention", "bfloat16")
 
 
 @interpreted
@@ -160,7 +171,7 @@ def test_relocation_rotates_keys_keeps_values_and_drops_what_goes_nowhere(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": "float32"}, "bfloat16 pages without scales, found float32"),
+        ({"dtype": "float32"}, "reads bfloat16, int8, float8_e4m3fn pages, found float32"),
         ({"head_dim": 48}, "head dims 64, 128, 192, 256, found 48"),
         ({"page_size": 4}, "multiple of 8 slots, found 4"),
         ({"block": 2}, "hold no whole number"),
