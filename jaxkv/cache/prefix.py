@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,19 @@ class PrefixIndex:
     def reclaimable(self) -> int:
         """Pages that nobody but the index holds: what `evict` can free at most."""
         return int(np.count_nonzero(self._held == self.pool.refcount)) - self.pool.free_count
+
+    def obtainable(self, released: Iterable[Int32] = ()) -> int:
+        """Pages that are free, or would be if these references (i32[n] each) were given back and all
+        that only the index holds were evicted."""
+        ours = self._held.copy()
+        for pages in released:
+            np.add.at(ours, pages, _ONE)
+        return int(np.count_nonzero(ours == self.pool.refcount))
+
+    def peek(self, root: bytes, tokens: Int32, *, limit: int) -> int:
+        """Tokens of a prompt i32[n] that `match` would find. Pins nothing and changes no age."""
+        _, end = self._walk(self._roots.get(root), tokens, min(limit, len(tokens)))
+        return end.position // self.grid * self.grid
 
     def match(
         self, root: bytes, tokens: npt.ArrayLike, *, limit: int | None = None, granularity: int = 1
