@@ -411,6 +411,7 @@ class Engine:
             "pages_free": memory.pool.free_count,
             "pages_live": memory.pool.live_count,
             "pages_cached": memory.index.pages,
+            "pages_evicted": memory.evicted,
             "sequences": len(memory.live),
             "requests": len(self._loop.jobs),
             "preemptions": self._loop.preemptions,
