@@ -69,18 +69,25 @@ class PrefixIndex:
         """Pages that nobody but the index holds: what `evict` can free at most."""
         return int(np.count_nonzero(self._held == self.pool.refcount)) - self.pool.free_count
 
-    def obtainable(self, released: Iterable[Int32] = ()) -> int:
-        """Pages that are free, or would be if these references (i32[n] each) were given back and all
-        that only the index holds were evicted."""
+    def obtainable(self, released: Iterable[Int32], kept: Int32) -> int:
+        """Pages that are free, or would be if others gave back `released` and the index all but `kept`.
+
+        Args:
+          released: references of others, i32[n] each.
+          kept: page ids i32[n] that are not to be counted.
+        """
         ours = self._held.copy()
         for pages in released:
             np.add.at(ours, pages, _ONE)
-        return int(np.count_nonzero(ours == self.pool.refcount))
+        obtainable = ours == self.pool.refcount
+        obtainable[kept] = False
+        return int(np.count_nonzero(obtainable))
 
-    def peek(self, root: bytes, tokens: Int32, *, limit: int) -> int:
-        """Tokens of a prompt i32[n] that `match` would find. Pins nothing and changes no age."""
-        _, end = self._walk(self._roots.get(root), tokens, min(limit, len(tokens)))
-        return end.position // self.grid * self.grid
+    def peek(self, root: bytes, tokens: Int32, *, limit: int) -> tuple[int, Int32]:
+        """Tokens of a prompt i32[n] that `match` would find, and their pages. Pins and ages nothing."""
+        path, end = self._walk(self._roots.get(root), tokens, min(limit, len(tokens)))
+        length = end.position // self.grid * self.grid
+        return length, rows_along(path, length)[:, PAGE]
 
     def match(
         self, root: bytes, tokens: npt.ArrayLike, *, limit: int | None = None, granularity: int = 1

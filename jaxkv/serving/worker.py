@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from jaxkv.cache.contract import CacheContract
-from jaxkv.cache.sequence import Sequence
+from jaxkv.cache.sequence import EMPTY_SEGMENTS, PAGE, Sequence
 from jaxkv.generation import Sampling
 from jaxkv.memory import Memory
 from jaxkv.results import Generation, StepResult
@@ -38,10 +38,8 @@ class Worker:
         return self.live(sequence) and sequence.contract == self.contract(sequence.contract.tenant)
 
     def cached(self, tokens: Int32, domain: str) -> int:
-        """Leading tokens of a prompt that `prefill` would find now. Pins and touches nothing."""
-        if not self.reuse:
-            return 0
-        return self.memory.index.peek(self.contract(domain).digest(), tokens, limit=self._limit(tokens))
+        """Leading tokens of a prompt that `prefill` would find now."""
+        return self._peek(tokens, domain)[0]
 
     def room(self, tokens: Int32, domain: str, released: Iterable[Int32]) -> tuple[int, int]:
         """Cached tokens of a prompt, and pages that could be had beside them.
@@ -51,16 +49,12 @@ class Worker:
           domain: whose prompt.
           released: pages of sequences that would be released first, one array each.
         """
-        memory = self.memory
-        memory.begin()
-        if not self.reuse or not len(tokens):
-            return 0, memory.index.obtainable(released)
-        root = self.contract(domain).digest()
-        match = memory.index.match(root, tokens, limit=self._limit(tokens))
-        try:  # the match is pinned, so what it would use does not count
-            return match.length, memory.index.obtainable(released)
-        finally:
-            memory.release(match.pages)
+        self.memory.begin()
+        matched, pages = self._peek(tokens, domain)
+        return matched, self.memory.index.obtainable(released, kept=pages)
 
-    def _limit(self, tokens: Int32) -> int:
-        return len(tokens) if self.grid == 1 else len(tokens) - 1
+    def _peek(self, tokens: Int32, domain: str) -> tuple[int, Int32]:
+        if not self.reuse or not len(tokens):
+            return 0, EMPTY_SEGMENTS[:, PAGE]
+        limit = len(tokens) if self.grid == 1 else len(tokens) - 1
+        return self.memory.index.peek(self.contract(domain).digest(), tokens, limit=limit)
