@@ -68,7 +68,7 @@ def edited(text: Int32, other: Int32, edit: str, context: int, changed: int) -> 
     """The new tokens of an edit of text[:context]: `changed` more, or as many replaced by `other`."""
     if edit == "append":
         return text[: context + changed]
-    at = context // 2 - changed // 2 if edit == "edit middle" else 0
+    at = context // 2 if edit == "edit middle" else 0
     return np.concatenate([text[:at], other[:changed], text[at + changed : context]])
 
 

@@ -126,7 +126,8 @@ def _replay_all(config: TraceConfig, directory: RunDirectory, console: Console) 
                                 record = step
                         if arm == "no_reuse":
                             without[key] = record
-                    directory.append({"status": "ok", "case": cell.id, "policy": arm, **record})
+                    where = dataclasses.asdict(cell)
+                    directory.append({"status": "ok", "case": cell.id, "policy": arm, **record, **where})
         bar.update(task, description="Replayed")
 
 
@@ -174,10 +175,6 @@ def _replay(
             clock.wait_until(start + min(r.arrival for q, r in names.items() if q.arrival > clock.now()))
     stats = engine.stats()
     yield {
-        "order": cell.order,
-        "num_pages": cell.num_pages,
-        "eviction": cell.eviction,
-        "schedule": cell.schedule,
         "seconds": clock.now() - start - trace[0].arrival,
         "evicted_pages": stats["pages_evicted"],
         "preemptions": stats["preemptions"],

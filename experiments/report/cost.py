@@ -99,11 +99,12 @@ def _measured(rows: list[Record], model: str) -> Table:
                 _flops(r["ledger_flops"]),
                 f"{r['edit_ms']:,.0f}",
                 f"{r['generate_ms']:,.0f}",
-                f"{r['kv_bytes']:,}",
-                f"{r['kv_bytes_moved']:,}",
+                _bytes(r["kv_bytes"]),
+                _bytes(r["kv_bytes_moved"]),
             )
             for r in rows
         ),
+        terminal=(0, 2, 3, 4, 6, 7, 9),
         note="FLOPs of the edit and the answer. Eq. 9 (arXiv 2609.37725) knows prefixes only, and counts "
         "half a key a token less than the ledger. KV bytes: of the prompt and the answer.",
     )  # fmt: skip
@@ -126,10 +127,11 @@ def _paper(rows: list[Record]) -> Table:
                 f"{r['forwarded']:,}",
                 _flops(r["eq9_flops"]),
                 _flops(r["ledger_flops"]),
-                f"{r['kv_bytes']:,}",
+                _bytes(r["kv_bytes"]),
             )
             for r in rows
         ),
+        terminal=(0, 2, 3, 4, 6, 7),
         note=f"{model.kv_bytes_per_token:,} bytes of KV a token in bfloat16, so "
         f"{32_768 * model.kv_bytes_per_token / 2**30:g} GiB at 32,768 tokens; its recurrent layers add "
         f"{model.state_bytes:,} bytes a snapshot, as much as "
@@ -153,7 +155,7 @@ def _cells(row: Record, config: CostConfig) -> list[str]:
     cells = []
     for priced in config.tariffs():
         found = _bill(priced.tariff, row, config)
-        cells.append(f"{found.cost:,.0f} ({found.relative:.0%})")
+        cells.append(f"{found.cost:,.0f} {found.relative:.0%}")
     return cells
 
 
@@ -172,6 +174,7 @@ def _sources(config: CostConfig) -> Table:
             )
     return Table(
         title="Prices",
+        terminal=(),
         columns=("figure", "value", "looked up", "state", "source"),
         rows=tuple(rows),
         note="read, write and output are multiples of a plain input token; minimum and step are tokens; ttl "
@@ -210,6 +213,12 @@ def _flat(row: Record, config: CostConfig) -> dict[str, Any]:
         found = dataclasses.asdict(_bill(priced.tariff, row, config))
         kept |= {f"{priced.tariff.name}.{name}": value for name, value in found.items()}
     return kept
+
+
+def _bytes(value: int) -> str:
+    if value >= 2**30:
+        return f"{value / 2**30:.2f} GiB"
+    return f"{value / 2**20:.1f} MiB" if value else "0"
 
 
 def _flops(value: float | None) -> str:

@@ -30,16 +30,18 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    terminal: tuple[int, ...] | None = None  # columns that the terminal shows; None: all, (): none
 
     def print(self, console: Console) -> None:
-        """Prints the table; a column too many for the terminal folds."""
+        """Prints the table's terminal columns: they are to fit 80 characters."""
+        shown = range(len(self.columns)) if self.terminal is None else self.terminal
         table = rich.table.Table(
             title=self.title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0)
         )
-        for number, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
+        for number in shown:
+            table.add_column(self.columns[number], justify="right" if number else "left", no_wrap=not number)
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*(row[number] for number in shown))
         if self.note:
             table.caption, table.caption_justify = self.note, "left"
         console.print(table)
@@ -103,6 +105,7 @@ def write_tables(
     console.print()
     console.print(answer, highlight=False, style="bold")
     for table in tables:
-        console.print()
-        table.print(console)
+        if table.terminal != ():
+            console.print()
+            table.print(console)
     console.print(f"Report: {directory.path / 'report.html'}", highlight=False, soft_wrap=True)

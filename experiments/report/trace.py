@@ -167,6 +167,7 @@ def _table(rows: list[Row]) -> Table:
             )
             for row in rows
         ),
+        terminal=(0, 1, 2, 3, 5, 6, 7, 8, 9),
         note="Hit rate: prompt tokens found when a request was first admitted, of all prompt tokens. "
         "tokens/s: generated, over the whole replay. evicted: pages. same output: requests whose greedy "
         "tokens equal those of the replay without reuse.",
