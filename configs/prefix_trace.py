@@ -5,7 +5,7 @@
 Runtime: about five minutes on two cores; with `--config.smoke=True` (random weights, no download) under a
 minute.
 
-Model and text: SmolLM2-135M-Instruct in float32; 32 requests of about 400 tokens from two tenants over
+Model and text: SmolLM2-135M-Instruct in float32; 24 requests of about 400 tokens from two tenants over
 three system prompts with three templates each, a quarter of them follow-ups, Poisson arrivals at one a
 second. The same trace is replayed with a pool that holds everything and with one that does not, each time
 with the prefix index and without it, in one process.
@@ -25,7 +25,7 @@ def get_config() -> ml_collections.ConfigDict:
     return defaults(
         name="prefix_trace",
         model="smollm2-135m",
-        requests=32,
+        requests=24,
         num_pages=(512, 96),
         orders=("poisson",),
         rate=1.0,

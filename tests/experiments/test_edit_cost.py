@@ -99,7 +99,8 @@ def test_every_edit_is_measured_under_every_policy(measured: edit_cost.CostResul
         if policy == "exact":
             assert row["kind"] == "exact"
             first = row["matched"]
-            assert first == {"append": 320, "edit middle": 160, "edit start": 0}[edit]
+            least = {"append": 320, "edit middle": 160, "edit start": 0}[edit]
+            assert least <= first <= least + 8, "some more where both texts happen to agree"
             keys = sum(range(first + 1, row["prompt"] + 4 + 1))
             assert row["ledger_flops"] == token * (row["forwarded"] + 4) + key * keys
             assert row["ledger_flops"] - row["eq9_flops"] == key * (row["forwarded"] + 4) / 2

@@ -21,7 +21,7 @@ from experiments.workloads.prefix_trace import make_trace, trace_digest
 from jaxkv.errors import ConfigError
 
 TOKENS = np.random.default_rng(1).integers(0, 200, 20_000).astype(np.int32)
-SMALL: dict[str, Any] = {"smoke": True, "num_pages": (64, 16), "requests": 10, "seed": 3}
+SMALL: dict[str, Any] = {"smoke": True, "num_pages": (96, 16), "requests": 10, "seed": 3}
 
 
 def config(**values: Any) -> TraceConfig:
@@ -122,9 +122,9 @@ def test_every_cell_is_replayed_with_reuse_and_without(replayed: prefix_trace.Tr
         assert (hits > 0) == (arm == "reuse")
         assert (record["evicted_pages"] > 0) == (arm == "reuse" and pages == 16)
         assert {r["id"]: r["output"] for r in requests} == {
-            r["id"]: r["output"] for r in found[64, "no_reuse"]["requests"]
+            r["id"]: r["output"] for r in found[96, "no_reuse"]["requests"]
         }, "what is reused or evicted changes no token"
-    roomy, tight = (sum(r["hit_tokens"] for r in found[p, "reuse"]["requests"]) for p in (64, 16))
+    roomy, tight = (sum(r["hit_tokens"] for r in found[p, "reuse"]["requests"]) for p in (96, 16))
     assert roomy > tight
 
 
