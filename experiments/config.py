@@ -39,7 +39,6 @@ SMOKE: dict[str, Any] = {
 class ExperimentConfig:
     """One experiment. A tuple may be given as comma-separated text or as its single value."""
 
-    experiment: str = "divergence"  # see experiments/registry.py
     name: str = "experiment"  # names the default run directory
     workload: str = "edit_grid"
     model: str = "smollm2-135m"  # anything jaxkv.load takes, or "tiny-random"

@@ -90,7 +90,10 @@ def build(cls: type[C], config: Mapping[str, Any], smoke: Mapping[str, Any], giv
     Raises:
       ConfigError: an unknown key, or a value of the wrong type or out of range, by name.
     """
-    values = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config.items())
+    values = {
+        key: value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
+        for key, value in config.items()
+    }
     _check_keys(cls, values)
     if values.get("smoke"):
         values |= {key: value for key, value in smoke.items() if key not in given}

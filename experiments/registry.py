@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxkv.errors import ConfigError, nearest
 
-DEFAULT = "divergence"
+DEFAULT = "reuse"  # a config that names no experiment
+KEY = "experiment"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Experiment:
     def check_keys(self, keys: Collection[str]) -> None:
         """Raises ConfigError for the first key that it does not have."""
         for key in keys:
-            if key not in self.known_keys:
+            if key not in self.known_keys and key != KEY:
                 raise ConfigError(f"config key '{key}' is unknown{nearest(key, self.known_keys)}")
 
     def resolve(self, config: Mapping[str, Any], given: Collection[str] = ()) -> Any:
@@ -38,11 +39,13 @@ class Experiment:
 
     def run(self, config: Mapping[str, Any], workdir: str | None, *, given: Collection[str]) -> Any:
         """Runs it; the result has `path`, `finished` and `failed`."""
-        return importlib.import_module(self.runner).run(config, workdir, given=given)
+        # Its configs need not have the key that chose it.
+        values = {k: v for k, v in config.items() if k != KEY or KEY in self.known_keys}
+        return importlib.import_module(self.runner).run(values, workdir, given=given)
 
 
 EXPERIMENTS = {
-    "divergence": Experiment("experiments.runner", "experiments.config"),
+    "reuse": Experiment("experiments.runner", "experiments.config"),
     "prefix_trace": Experiment("experiments.prefix_trace", "experiments.trace_config"),
     "edit_cost": Experiment("experiments.edit_cost", "experiments.cost_config"),
 }
@@ -54,7 +57,7 @@ def find(config: Mapping[str, Any]) -> Experiment:
     Raises:
       ConfigError: no experiment has that name.
     """
-    name = config.get("experiment", DEFAULT)
+    name = config.get(KEY, DEFAULT)
     if name not in EXPERIMENTS:
         known = tuple(EXPERIMENTS)
         raise ConfigError(
@@ -78,7 +81,7 @@ def peek(argv: Sequence[str]) -> Experiment:
     try:
         make = runpy.run_path(file)["get_config"]
         config = make(parameter) if parameter else make()
-        name = config.get("experiment", DEFAULT)
+        name = config.get(KEY, DEFAULT)
     except Exception:  # a config file is code: anything may go wrong in it
         name = DEFAULT
     return EXPERIMENTS.get(name, EXPERIMENTS[DEFAULT])
