@@ -30,6 +30,7 @@ from jaxkv.execute import Computed, Materialized, compute, extended, materialize
 from jaxkv.generation import Decoded, Sampling, decode_batch
 from jaxkv.io.models import Model
 from jaxkv.memory import Memory
+from jaxkv.model.backend import Backend
 from jaxkv.model.params import Params
 from jaxkv.readback import read_kv
 from jaxkv.results import Generation, KVState, StepResult, report
@@ -74,6 +75,8 @@ class Engine:
       max_deltas: distinct distances that a view may hold (0 included) before it is materialized.
       prefix_cache: whether exact prefixes are published and matched.
       poison_free_pages: fill free pages with NaN, so that a stray read shows; for tests.
+      implementation: of attention and page writes: "auto", "xla", "pallas_tpu", "pallas_gpu", "triton".
+      interpret: run forced kernels in the interpreter, on any machine; for tests.
       serving: limits and clock of `submit`, `step` and `run`.
 
     Raises:
@@ -92,6 +95,8 @@ class Engine:
         max_deltas: int = 8,
         prefix_cache: bool = True,
         poison_free_pages: bool = False,
+        implementation: str = "auto",
+        interpret: bool = False,
         serving: ServingConfig | None = None,
     ) -> None:
         if not isinstance(model, Model):
@@ -126,6 +131,7 @@ class Engine:
             kv_dtype=self._contract.kv_dtype,
             grid=self._grid,
             poison=poison_free_pages,
+            backend=Backend(implementation, interpret),
         )
         if serving is not None and not isinstance(serving, ServingConfig):
             raise ConfigError(f"serving is a {type(serving).__name__}, expected jaxkv.ServingConfig")

@@ -20,6 +20,7 @@ from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.sequence import Sequence
 from jaxkv.errors import CapacityError, HandleError
+from jaxkv.model.backend import AUTO, Backend
 from jaxkv.model.config import ModelConfig
 from jaxkv.schedule import Placement, place
 from jaxkv.steps import Pages
@@ -41,8 +42,10 @@ class Memory:
         kv_dtype: str,
         grid: int,
         poison: bool,
+        backend: Backend = AUTO,
     ) -> None:
         self.config = config
+        self.backend = backend
         self.kv_dtype = kv_dtype
         self.poison = poison
         self.pool = PagePool(num_pages, page_size)
@@ -63,6 +66,7 @@ class Memory:
                     num_pages=self.pool.num_pages,
                     page_size=self.pool.page_size,
                     dtype=self.kv_dtype,
+                    platform=self.backend.storage_platform,
                 )
                 for group in self.config.groups
             )
