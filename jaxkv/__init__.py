@@ -11,6 +11,7 @@ Beneath `Engine` the pure functions work without it: `prefill`, `decode`, `decod
 """
 
 from jaxkv.cache.contract import CacheContract
+from jaxkv.cache.domain import Domain
 from jaxkv.cache.match import Cause, Match, MatchEnd
 from jaxkv.cache.pages import KVPages, make_pages
 from jaxkv.cache.pool import PagePool
@@ -66,6 +67,7 @@ __all__ = [
     "ContractError",
     "DecodeInput",
     "Divergence",
+    "Domain",
     "Drop",
     "Edit",
     "Engine",

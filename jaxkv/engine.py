@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 
 from jaxkv.cache.contract import CacheContract, describe
+from jaxkv.cache.domain import Domain, as_domain
 from jaxkv.cache.match import Cause, MatchEnd
 from jaxkv.cache.sequence import (
     EMPTY_SEGMENTS,
@@ -70,6 +71,7 @@ class Engine:
         then logits of a warm run equal those of a cold one bit for bit.
       max_deltas: distinct distances that a view may hold (0 included) before it is materialized.
       prefix_cache: whether exact prefixes are published and matched.
+      adapter_digest: content digest (`jaxkv.params_digest`) of an adapter that is part of the weights.
       poison_free_pages: fill free pages with NaN, so that a stray read shows; for tests.
 
     Raises:
@@ -87,6 +89,7 @@ class Engine:
         reuse_granularity: Literal["token", "chunk"] = "token",
         max_deltas: int = 8,
         prefix_cache: bool = True,
+        adapter_digest: str = "",
         poison_free_pages: bool = False,
     ) -> None:
         if not isinstance(model, Model):
@@ -113,6 +116,7 @@ class Engine:
             chunk_grid=self._grid,
             tokenizer_digest=tokenizer.digest if tokenizer else "",
             template_digest=tokenizer.template_digest if tokenizer else "",
+            adapter_digest=adapter_digest,
         )
         self._memory = Memory(
             model.config,
@@ -128,12 +132,12 @@ class Engine:
     # ---- sequences in, values out ------------------------------------------------------------
 
     @_interruptible
-    def prefill(self, tokens: Any, *, domain: str = "default", reuse: bool = True) -> StepResult:
+    def prefill(self, tokens: Any, *, domain: str | Domain = "default", reuse: bool = True) -> StepResult:
         """Computes a prompt, reusing the longest exact prefix that `domain` has published.
 
         Args:
           tokens: token ids, n >= 1.
-          domain: isolation domain; domains share nothing.
+          domain: isolation domain, a tenant's name or a `Domain`; domains share nothing.
           reuse: False computes everything and publishes nothing: a fresh reference.
 
         Raises:
@@ -144,7 +148,7 @@ class Engine:
         self._memory.begin()
         tokens = check_tokens(tokens, self.config)
         length = len(tokens)
-        contract = dataclasses.replace(self._contract, tenant=domain)
+        contract = self._contract.within(as_domain(domain))
         reuse = reuse and self._prefix_cache
         segments, matched, end = EMPTY_SEGMENTS, 0, MatchEnd(Cause.DISABLED, 0)
         if reuse:
@@ -303,19 +307,21 @@ class Engine:
             self._require_live(sequence)
         self._memory.release(self._memory.live.pop(sequence.id))
 
-    def replace_params(self, params: Params, weights_digest: str) -> None:
+    def replace_params(self, params: Params, weights_digest: str, adapter_digest: str = "") -> None:
         """Takes new weights. Everything cached under the old ones is unreachable at once.
 
         Raises:
           ConfigError: a weight is missing or has another shape than the old one.
         """
         check_params(params, self._params)
-        self._params = params
-        self._contract = dataclasses.replace(self._contract, weights_digest=weights_digest)
+        contract = dataclasses.replace(
+            self._contract, weights_digest=weights_digest, adapter_digest=adapter_digest
+        )
+        self._params, self._contract = params, contract
 
     @property
     def contract(self) -> CacheContract:
-        """The contract under which KV is made here; each domain's has its own `tenant`."""
+        """The contract under which KV is made here; each domain has its own, by `within`."""
         return self._contract
 
     @property
@@ -501,5 +507,5 @@ class Engine:
             raise HandleError(
                 f"sequence {sequence.id} was released or is another engine's, expected a live one"
             )
-        tenant = sequence.contract.tenant
-        dataclasses.replace(self._contract, tenant=tenant).require(sequence.contract)
+        theirs = sequence.contract
+        self._contract.within(theirs.domain, scope=theirs.scope).require(theirs)
