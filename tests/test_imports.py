@@ -17,7 +17,18 @@ FLOORS = (
     ("reuse",),
     ("model",),
     ("steps",),
-    ("checks", "memory", "results", "schedule", "readback", "execute", "generation", "io"),
+    (
+        "checks",
+        "memory",
+        "results",
+        "schedule",
+        "readback",
+        "execute",
+        "generation",
+        "stats",
+        "caching",
+        "io",
+    ),
     ("engine",),
     ("",),  # the package itself: the public names
 )

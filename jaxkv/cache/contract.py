@@ -140,7 +140,7 @@ class CacheContract:
 
     def within(self, owner: Domain, *, scope: str = "") -> CacheContract:
         """The same contract for what belongs to `owner`."""
-        return dataclasses.replace(self, scope=scope, **dataclasses.asdict(owner))
+        return _within(self, owner, scope)
 
     def require(self, other: CacheContract) -> None:
         """Raises a ContractError naming the first field that differs and both values, if any."""
@@ -148,6 +148,11 @@ class CacheContract:
             name, ours, theirs = found[0]
             more = _more(len(found) - 1)
             raise ContractError(f"contract field {name} is {theirs!r}, expected {ours!r}{more}")
+
+
+@functools.lru_cache(maxsize=4096)  # so that a request of a known domain hashes nothing
+def _within(contract: CacheContract, owner: Domain, scope: str) -> CacheContract:
+    return dataclasses.replace(contract, scope=scope, **dataclasses.asdict(owner))
 
 
 def describe(config: ModelConfig) -> str:

@@ -1,0 +1,136 @@
+"""What an engine lets its user do with the cache: declare, pin, limit, forget. Part of the engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from jaxkv.cache.contract import PUBLIC, CacheContract
+from jaxkv.cache.domain import Domain, as_domain
+from jaxkv.cache.sequence import Sequence
+from jaxkv.cache.tree import Pin
+from jaxkv.checks import check_bytes, check_seconds, check_tokens
+from jaxkv.errors import HandleError
+from jaxkv.memory import Memory
+from jaxkv.model.config import ModelConfig
+from jaxkv.results import Reuse, StepResult
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def interruptible(method: F) -> F:
+    """Notes that a call was broken off by something that is no error, such as Ctrl-C."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            self._memory.interrupted = True
+            raise
+
+    return cast(F, call)
+
+
+class CacheControl:
+    """The methods of `Engine` that decide what stays in its cache."""
+
+    config: ModelConfig
+    _memory: Memory
+    _contract: CacheContract
+    _token_bytes: int
+
+    def release(self, sequence: Sequence) -> None:
+        """See `Engine`."""
+        raise NotImplementedError
+
+    def _prefill(self, tokens: Any, contract: CacheContract, *, reuse: bool, priority: int) -> StepResult:
+        raise NotImplementedError
+
+    def _require_live(self, sequence: Sequence) -> None:
+        raise NotImplementedError
+
+    @interruptible
+    def publish_prefix(self, tokens: Any, *, pin_seconds: float | None = None) -> Reuse:
+        """Declares a prefix that every domain may read, such as a system prompt, and computes it.
+
+        Its pages are shared read-only and count towards no quota; what domains put behind it stays
+        theirs. Only what `reuse_granularity` lets be cached is shared: with "chunk", whole chunks.
+
+        Args:
+          tokens: the prefix.
+          pin_seconds: keeps it in the cache for so long; None leaves it to eviction.
+
+        Raises:
+          TokenError, CapacityError: as in `prefill`.
+        """
+        seconds = check_seconds("pin_seconds", pin_seconds)
+        contract = self._contract.within(Domain(), scope=PUBLIC)
+        result = self._prefill(tokens, contract, reuse=True, priority=0)
+        if seconds is not None:
+            self._memory.pin(contract, result.sequence.tokens, seconds)
+        # The sequence is not handed out: what would be appended to it would be public as well.
+        self.release(result.sequence)
+        return result.reuse
+
+    @interruptible
+    def withdraw_prefixes(self) -> None:
+        """Takes back all declared prefixes. Sequences that use their pages keep them."""
+        self._memory.begin()
+        self._memory.forget(self._contract.within(Domain(), scope=PUBLIC))
+
+    @interruptible
+    def forget_domain(self, domain: str | Domain) -> None:
+        """Drops all that a domain has cached. Its live sequences keep their pages."""
+        self._memory.begin()
+        self._memory.forget(self._contract.within(as_domain(domain)))
+
+    @interruptible
+    def pin(
+        self, text: Sequence | Any, *, seconds: float | None = None, domain: str | Domain = "default"
+    ) -> Pin:
+        """Keeps a text's cached prefix from eviction, for `seconds` or until `unpin`.
+
+        Args:
+          text: a sequence, or token ids of a prompt of `domain`.
+          seconds: None keeps it until `unpin`.
+          domain: whose cache, if `text` is token ids.
+
+        Returns:
+          The pin; its `length` says how many tokens were cached and are kept.
+        """
+        seconds = check_seconds("seconds", seconds)
+        if isinstance(text, Sequence):
+            self._require_live(text)
+            return self._memory.pin(text.contract, text.tokens, seconds)
+        self._memory.begin()
+        tokens = check_tokens(text, self.config)
+        return self._memory.pin(self._contract.within(as_domain(domain)), tokens, seconds)
+
+    @interruptible
+    def unpin(self, pin: Pin) -> None:
+        """Takes a pin off; one that has expired is off already."""
+        if not isinstance(pin, Pin):
+            raise HandleError(f"pin is a {type(pin).__name__}, expected what Engine.pin returned")
+        self._memory.begin()
+        self._memory.index.unpin(pin.id)
+
+    @interruptible
+    def set_quota(self, domain: str | Domain, quota_bytes: int | None) -> None:
+        """Limits the KV that a domain may have cached, in bytes; None lifts the limit.
+
+        Where the domain has more, its own entries go, in the eviction policy's order. Domains whose
+        quotas together fit into the pool beside all running sequences never evict each other.
+        """
+        contract = self._contract.within(as_domain(domain))
+        self._memory.begin()
+        self._memory.set_quota(contract, self._quota_pages(quota_bytes, self._memory.pool.page_size))
+
+    def _quota_pages(self, quota_bytes: int | None, page_size: int) -> int | None:
+        if quota_bytes is None:
+            return None
+        page_bytes = page_size * self._token_bytes
+        return check_bytes("quota_bytes", quota_bytes, page_bytes) // page_bytes
