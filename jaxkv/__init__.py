@@ -39,6 +39,7 @@ from jaxkv.io.models import Model, load
 from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.params import Params, init_params, params_digest
 from jaxkv.model.transformer import forward_dense
+from jaxkv.persistence import CacheLoaded, CacheSaved
 from jaxkv.results import Generation, KVState, Reuse, StepResult
 from jaxkv.reuse.diff import Span, diff
 from jaxkv.reuse.ledger import Ledger, prefix_reuse_flops
@@ -66,6 +67,8 @@ __all__ = [
     "SCR",
     "TTL",
     "CacheContract",
+    "CacheLoaded",
+    "CacheSaved",
     "CapacityError",
     "Cause",
     "ConfigError",

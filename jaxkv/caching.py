@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from jaxkv.cache.contract import PUBLIC, CacheContract
 from jaxkv.cache.domain import Domain, as_domain
 from jaxkv.cache.sequence import Sequence
+from jaxkv.cache.tiers import DiskTier, HostTier, Tiers
 from jaxkv.cache.tree import Pin
 from jaxkv.checks import check_bytes, check_seconds, check_tokens
-from jaxkv.errors import HandleError
+from jaxkv.errors import ConfigError, HandleError
 from jaxkv.memory import Memory
 from jaxkv.model.config import ModelConfig
+from jaxkv.persistence import CacheLoaded, CacheSaved, load, save
 from jaxkv.results import Reuse, StepResult
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,6 +36,18 @@ def interruptible(method: F) -> F:
             raise
 
     return cast(F, call)
+
+
+def make_tiers(host_bytes: Any, disk: Any, disk_bytes: Any, grid: int) -> Tiers | None:
+    """The tiers behind the pool, or None where there is to be none; refuses with a ConfigError."""
+    host_bytes = check_bytes("host_tier_bytes", host_bytes, 0)
+    disk_bytes = check_bytes("disk_tier_bytes", disk_bytes, 0)
+    host = HostTier(host_bytes) if host_bytes else None
+    try:
+        directory = DiskTier(disk, disk_bytes) if disk is not None else None
+    except (OSError, TypeError) as error:
+        raise ConfigError(f"disk_tier is {disk!r}, expected a directory that can be written") from error
+    return Tiers(host, directory, grid) if host is not None or directory is not None else None
 
 
 class CacheControl:
@@ -134,3 +149,30 @@ class CacheControl:
             return None
         page_bytes = page_size * self._token_bytes
         return check_bytes("quota_bytes", quota_bytes, page_bytes) // page_bytes
+
+    @interruptible
+    def save_cache(self, path: str | Path) -> CacheSaved:
+        """Writes everything that the pool has cached, of all domains, into a directory.
+
+        An earlier cache there is replaced in one step: a process that dies before leaves it as it was.
+        Secrets of domains stand in it in plain text; it is created readable by its owner only.
+
+        Raises:
+          FormatError: `path` holds something else.
+          OSError: it cannot be written.
+        """
+        self._memory.begin()
+        return save(self._memory, self._contract, path)
+
+    @interruptible
+    def load_cache(self, path: str | Path) -> CacheLoaded:
+        """Loads a saved cache, most valuable entries first, as far as there are free pages.
+
+        Nothing that is cached goes for it. The result says what was taken and what was left out.
+
+        Raises:
+          FormatError: not a saved cache, or a damaged one; says what is wrong.
+          ContractError: saved under another contract; names the first field that differs.
+        """
+        self._memory.begin()
+        return load(self._memory, self._contract, path)

@@ -65,7 +65,7 @@ def check_bytes(name: str, value: Any, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ConfigError(f"{name} is {value!r}, expected a whole number of bytes")
     if value < least:
-        raise ConfigError(f"{name} is {value}, expected at least {least} bytes, those of one page")
+        raise ConfigError(f"{name} is {value}, expected at least {least} bytes")
     return int(value)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from jaxkv.cache.sequence import (
     clip,
     frozen,
 )
-from jaxkv.caching import CacheControl, interruptible
+from jaxkv.caching import CacheControl, interruptible, make_tiers
 from jaxkv.checks import (
     check_count,
     check_geometry,
@@ -66,6 +67,9 @@ class Engine(CacheControl):
       eviction: which cached entries go first: `LRU()`, `LFU()`, `TTL(seconds=)`, `Priority()` or
         `CostPerByte()`.
       domain_quota_bytes: KV that a domain may have cached, where `set_quota` says nothing else.
+      host_tier_bytes: host memory that evicted entries go to, and come back from when they match.
+      disk_tier: a directory behind it; it outlives the process, and engines may share it.
+      disk_tier_bytes: what the directory may hold.
       clock: seconds that never go back, for lifetimes, pins and `TTL`.
       prefix_cache: whether exact prefixes are published and matched.
       adapter_digest: content digest (`jaxkv.params_digest`) of an adapter that is part of the weights.
@@ -89,6 +93,9 @@ class Engine(CacheControl):
         prefix_cache: bool = True,
         eviction: EvictionPolicy = LRU(),  # noqa: B008
         domain_quota_bytes: int | None = None,
+        host_tier_bytes: int = 0,
+        disk_tier: str | Path | None = None,
+        disk_tier_bytes: int = 2**34,
         clock: Callable[[], float] = time.monotonic,
         adapter_digest: str = "",
         poison_free_pages: bool = False,
@@ -133,6 +140,7 @@ class Engine(CacheControl):
             eviction=check_policy(eviction),
             clock=clock,
             quota=self._quota_pages(domain_quota_bytes, page_size),
+            tiers=make_tiers(host_tier_bytes, disk_tier, disk_tier_bytes, self._grid),
         )
         self._counters: Counter[str] = Counter()
         self._shapes: set[tuple[Any, ...]] = set()
@@ -170,7 +178,10 @@ class Engine(CacheControl):
             segments, matched, end = match.segments, match.length, match.end
         work = plan_prompt(tokens, segments, matched)
         try:
-            return self._apply(work, contract, end, started, publish=reuse, priority=priority)
+            result = self._apply(work, contract, end, started, publish=reuse, priority=priority)
+            if reuse:
+                self._memory.metrics.look_up(contract.domain, length, matched, end)
+            return result
         finally:
             self._memory.release(segments[:, PAGE])
 

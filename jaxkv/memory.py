@@ -26,12 +26,14 @@ from jaxkv.cache.pages import make_pages, poison_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.sequence import Sequence
+from jaxkv.cache.tiers import Tiers
 from jaxkv.cache.tree import Pin
 from jaxkv.errors import CapacityError, HandleError
 from jaxkv.model.config import ModelConfig
 from jaxkv.reuse.ledger import attention_flops, token_flops
 from jaxkv.schedule import Placement, place
 from jaxkv.steps import Pages
+from jaxkv.tiering import complete, spill
 from jaxkv.typing import Int32
 
 T = TypeVar("T")
@@ -54,6 +56,7 @@ class Memory:
         eviction: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         quota: int | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.config = config
         self.kv_dtype = kv_dtype
@@ -65,6 +68,7 @@ class Memory:
         self.metrics = Metrics()
         self.quota = quota  # pages, of a domain that has no quota of its own
         self.quotas: dict[Domain, int | None] = {}
+        self.tiers = tiers
         self.past: collections.deque[CacheContract] = collections.deque(maxlen=MOST_PAST)
         self.pool = PagePool(num_pages, page_size)
         self.index = self._make_index()
@@ -75,7 +79,7 @@ class Memory:
         self.pages = self._make_pages()
 
     def _make_index(self) -> PrefixIndex:
-        return PrefixIndex(
+        index = PrefixIndex(
             self.pool,
             grid=self.grid,
             policy=self.eviction,
@@ -84,6 +88,8 @@ class Memory:
             metrics=self.metrics,
             quota_of=self._quota_of,
         )
+        index.gone = None if self.tiers is None else []
+        return index
 
     def _quota_of(self, contract: CacheContract) -> int | None:
         if contract.scope == PUBLIC:
@@ -172,15 +178,17 @@ class Memory:
     def _make_room(self, need: int) -> None:
         missing = need - self.pool.free_count
         if missing > 0:
-            self._freed(self.index.evict(missing))
+            freed = self.index.evict(missing)
+            spill(self)
+            self._freed(freed)
 
     def match(self, contract: CacheContract, tokens: Int32, *, limit: int) -> Match:
         """The longest cached prefix that `contract`'s domain may read, pinned: release its pages."""
         root, public = contract.digest(), contract.within(Domain(), scope=PUBLIC).digest()
         match = self.index.match(root, tokens, limit=limit, public=public)
+        match = complete(self, contract, tokens, limit, match)
         if match.end.limiting is Cause.ABSENT:
             match = dataclasses.replace(match, end=self._absence(contract, match.end))
-        self.metrics.look_up(contract.domain, len(tokens), match.length, match.end)
         return match
 
     def _absence(self, contract: CacheContract, end: MatchEnd) -> MatchEnd:
@@ -209,13 +217,18 @@ class Memory:
             priority=priority,
             public=public if public != root else None,
         )
-        self._freed(self.index.enforce(root))
+        self._enforce(root)
+
+    def _enforce(self, root: bytes) -> None:
+        freed = self.index.enforce(root)
+        spill(self)
+        self._freed(freed)
 
     def set_quota(self, contract: CacheContract, pages: int | None) -> None:
         """Limits the pages of a domain; what is over goes at once."""
         self.quotas[contract.domain] = pages
         self.index.set_quota(contract.digest(), pages)
-        self._freed(self.index.enforce(contract.digest()))
+        self._enforce(contract.digest())
 
     def pin(self, contract: CacheContract, tokens: Int32, seconds: float | None) -> Pin:
         """Keeps what is cached of `tokens`, for a while or until it is unpinned."""
@@ -223,8 +236,10 @@ class Memory:
         return self.index.pin(contract.digest(), tokens, until)
 
     def forget(self, contract: CacheContract) -> None:
-        """Drops all that is cached under a contract; sequences in use keep their pages."""
+        """Drops all that is cached under a contract, in all tiers; sequences in use keep their pages."""
         self._freed(self.index.drop(contract.digest()))
+        if self.tiers is not None:
+            self.tiers.forget(contract.digest())
 
     def commit(self, placement: Placement) -> None:
         """Makes the slots that a returned step wrote count."""

@@ -37,6 +37,14 @@ def engine_stats(memory: Memory, counters: Mapping[str, int], shapes: int) -> St
         "reuse_gap_mean": metrics.gaps.mean,  # seconds between two uses of an entry
         "reuse_gap_p50": metrics.gaps.quantile(0.5),
     }
+    if (tiers := memory.tiers) is not None:
+        for name in ("spilled", "restored"):
+            stats[f"entries_{name}"] = tiers.counts[name]
+            stats[f"tokens_{name}"] = tiers.counts[f"{name}_tokens"]
+        corrupt = tiers.disk.corrupt if tiers.disk is not None else 0
+        stats["entries_refused"] = tiers.counts["refused"] + corrupt
+        stats["host_tier_bytes"] = tiers.host.bytes if tiers.host is not None else 0
+        stats["disk_tier_bytes"] = tiers.disk.bytes if tiers.disk is not None else 0
     for cause in ("evicted", "expired", "quota"):
         stats[f"entries_{cause}"] = metrics.removed[cause]
         stats[f"tokens_{cause}"] = metrics.removed[f"{cause}_tokens"]

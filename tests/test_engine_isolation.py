@@ -51,7 +51,7 @@ def test_what_a_domain_can_see_does_not_depend_on_others(make_engine: Engines, t
 
 
 def test_an_engine_without_an_adapter_does_not_find_what_one_with_it_computed(
-    make_engine: Engines, text: Text
+    make_engine: Engines,
 ) -> None:
     """CASE 3: adapter content is part of the contract."""
     plain, adapted = make_engine(), make_engine(adapter_digest="a" * 64)
@@ -179,7 +179,7 @@ def test_pins_last_as_long_as_they_were_made_for(make_engine: Engines, text: Tex
         engine.unpin(3)  # type: ignore[arg-type]
 
 
-def test_a_pool_is_asked_for_in_pages_or_in_bytes(make_engine: Engines, text: Text) -> None:
+def test_a_pool_is_asked_for_in_pages_or_in_bytes(make_engine: Engines) -> None:
     engine = make_engine(num_pages=None, capacity_bytes=9 * PAGE_BYTES + 5)
     assert engine.stats()["pages_total"] == 9
     assert engine.stats()["page_bytes"] == PAGE_BYTES

@@ -187,6 +187,20 @@ class PrefixIndex(Retention):
             heapq.heappush(self._pin_ends, (until, pin.id))
         return pin
 
+    def node_at(self, root: bytes, tokens: Int32) -> Node | None:
+        """The node in which a text that is cached whole ends, or None. Changes nothing."""
+        path, end = self._walk(root, tokens, tokens.tobytes())
+        return path[-1] if path and end.position == len(tokens) else None
+
+    def renew(self, node: Node) -> None:
+        """Makes a node and those above it the ones used last."""
+        path: list[Node] = []
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            path.append(at)
+            at = at.parent
+        self._touch(path, self.clock(), uses=0)
+
     def _shared(self, public: bytes, prompt: Int32, text: bytes, segments: Int32) -> int:
         """Leading tokens whose KV is that of a declared prefix: the same pages, not only the same text."""
         path, end = self._walk(public, prompt, text)
