@@ -12,9 +12,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from tiny import CHUNK, NUM_PAGES, PAGE_SIZE, make_model, tiny_config
 

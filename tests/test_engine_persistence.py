@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -185,7 +186,7 @@ def flip(file: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no pointer": (lambda p: (p / "CURRENT").unlink(), "CURRENT cannot be read"),
     "a pointer to elsewhere": (lambda p: (p / "CURRENT").write_text("../x"), "names no generation"),
-    "a pointer to nothing": (lambda p: (p / "CURRENT").write_text("generation-x"), "cache.json cannot be read"),
+    "a pointer to nothing": (lambda p: (p / "CURRENT").write_text("generation-x"), "cannot be read"),
     "a pointer of noise": (lambda p: (p / "CURRENT").write_bytes(b"\xff\xfe"), "CURRENT cannot be read"),
     "no head": (lambda p: head(p).unlink(), "cache.json cannot be read"),
     "half a head": (
@@ -284,7 +285,11 @@ def kill_savers(engine: jaxkv.Engine, load: Callable[[], jaxkv.Engine], root: Pa
     shutil.copytree(source, target)
     rng = np.random.default_rng(kills)
     command = [sys.executable, str(Path(__file__).with_name("saver.py")), str(source), str(target)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as saver:
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    ) as saver:
         assert saver.stdin is not None
         assert saver.stdout is not None
         for _ in range(kills):
