@@ -61,6 +61,17 @@ def test_an_engine_without_an_adapter_does_not_find_what_one_with_it_computed(
         plain.contract.require(adapted.contract)
 
 
+def test_what_the_token_ids_say_is_what_counts(engine: jaxkv.Engine, text: Text) -> None:
+    """CASE 8: with a special token in front, or another whitespace token of a template, as far as ids agree."""
+    engine.prefill(np.concatenate([[1], text(40)]))
+    bare = engine.prefill(text(40)).reuse
+    assert (bare.matched, bare.match_end) == (0, jaxkv.MatchEnd(Cause.TOKENS, 0))
+    spaced = np.concatenate([[1], text(40)[:20], [3], text(40)[20:]])
+    end = engine.prefill(spaced).reuse
+    assert (end.matched, end.match_end) == (21, jaxkv.MatchEnd(Cause.TOKENS, 21))
+    assert engine.prefill(np.concatenate([[1], text(40)])).reuse.matched == 40
+
+
 def test_a_declared_prefix_is_read_by_all_and_written_by_none(
     engine: jaxkv.Engine, decoder: Decoder, text: Text
 ) -> None:

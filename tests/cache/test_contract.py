@@ -50,6 +50,7 @@ contracts = st.builds(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_field_is_part_of_identity_and_is_named(name: str) -> None:
+    """CASE 3."""
     other = dataclasses.replace(BASE, **{name: 77 if name in NUMBERS else "other"})
     assert other.digest() != BASE.digest()
     assert [found[0] for found in BASE.mismatch(other)] == [name]
@@ -101,6 +102,7 @@ def test_whose_cache_it_is_stays_secret() -> None:
 
 
 def test_adapter_and_tenant_and_salt_of_one_name_do_not_collide() -> None:
+    """CASE 4."""
     names = ("adapter_digest", "scope", "tenant", "authorization", "instance", "salt")
     plain = dataclasses.replace(BASE, **dict.fromkeys(names, ""))
     digests = {dataclasses.replace(plain, **{name: "X"}).digest() for name in names}
@@ -108,6 +110,7 @@ def test_adapter_and_tenant_and_salt_of_one_name_do_not_collide() -> None:
 
 
 def test_a_salt_cannot_bring_the_bytes_of_other_fields() -> None:
+    """CASE 4."""
     plain = dataclasses.replace(BASE, tenant="", authorization="", instance="", salt="bob")
     tail = plain.serialize()[BASE.serialize().index(b"tenant") :]
     crafted = dataclasses.replace(BASE, tenant=tail.decode("latin-1"), salt="")
