@@ -74,6 +74,7 @@ class Memory:
         self.index = self._make_index()
         self.live: dict[int, Int32] = {}  # held pages of every sequence handed out, by id
         self.interrupted = False  # a call ended by Ctrl-C or the like
+        self.evicted = 0  # pages taken from the index to make room
         self._lost = False
         self._collected: collections.deque[int] = collections.deque()
         self.pages = self._make_pages()
@@ -179,6 +180,7 @@ class Memory:
         missing = need - self.pool.free_count
         if missing > 0:
             freed = self.index.evict(missing)
+            self.evicted += len(freed)
             spill(self)
             self._freed(freed)
 
@@ -268,7 +270,7 @@ class Memory:
             self._freed(self.pool.release(pages))
 
     def _freed(self, pages: Int32) -> None:
-        if self.poison and len(pages):
+        if self.poison and len(pages) and not any(group.kv.is_deleted() for group in self.pages):
             self.pages = tuple(poison_pages(group, pages) for group in self.pages)
 
     def check(self) -> None:

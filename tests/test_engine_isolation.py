@@ -62,7 +62,7 @@ def test_an_engine_without_an_adapter_does_not_find_what_one_with_it_computed(
 
 
 def test_what_the_token_ids_say_is_what_counts(engine: jaxkv.Engine, text: Text) -> None:
-    """CASE 8: with a special token in front, or another whitespace token of a template, as far as ids agree."""
+    """CASE 8: a special token in front, or another whitespace token inside."""
     engine.prefill(np.concatenate([[1], text(40)]))
     bare = engine.prefill(text(40)).reuse
     assert (bare.matched, bare.match_end) == (0, jaxkv.MatchEnd(Cause.TOKENS, 0))

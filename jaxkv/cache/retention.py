@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -86,6 +86,20 @@ class Retention:
     def reclaimable(self) -> int:
         """Pages that only unpinned entries hold: what `evict` can free at most."""
         return int(np.count_nonzero(self._held == self.pool.refcount)) - self.pool.free_count
+
+    def obtainable(self, released: Iterable[Int32], kept: Int32) -> int:
+        """Pages that are free, or would be if others gave back `released` and the index all but `kept`.
+
+        Args:
+          released: references of others, i32[n] each.
+          kept: page ids i32[n] that are not to be counted.
+        """
+        ours = self._held.copy()
+        for pages in released:
+            np.add.at(ours, pages, _ONE)
+        obtainable = ours == self.pool.refcount
+        obtainable[kept] = False
+        return int(np.count_nonzero(obtainable))
 
     @property
     def pinned_pages(self) -> int:
