@@ -5,17 +5,17 @@
 Nothing runs on a device. Each figure is the median of `repeat` calls, after a warm-up; p10 and p90 stand
 beside it. Run it on an idle machine.
 
-Peers, where they can be imported, run their own structure on the same prompts:
+A peer, where it can be imported, runs its own structure on the same prompt:
 
-    pip install sglang     (RadixCache; needs torch)
-    pip install vllm       (KVCacheManager; needs torch)
+    pip install sglang     (its RadixCache, match only; needs torch)
 
-Without them the table has our rows only.
+Without it the table has our rows only.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import time
 from collections.abc import Callable
@@ -158,14 +158,14 @@ def misses(tokens: int, repeat: int) -> list[Row]:
 def peers(tokens: int, repeat: int) -> list[Row]:
     """SGLang's radix cache on the same prompt, where it is installed."""
     try:
-        import torch
-        from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-    except ImportError:
-        return []
-    cache: Any = RadixCache.create_simulated()
-    prompt = np.random.default_rng(0).integers(0, VOCAB, tokens).tolist()
-    cache.insert(RadixKey(prompt), torch.arange(tokens))
-    found = timed(lambda: cache.match_prefix(RadixKey(prompt)), lambda _: None, repeat)
+        torch = importlib.import_module("torch")
+        radix = importlib.import_module("sglang.srt.mem_cache.radix_cache")
+        cache = radix.RadixCache.create_simulated()
+        prompt = np.random.default_rng(0).integers(0, VOCAB, tokens).tolist()
+        cache.insert(radix.RadixKey(prompt), torch.arange(tokens))
+    except (ImportError, AttributeError, TypeError) as error:  # not installed, or a release with other names
+        return [{"what": f"SGLang was not measured: {type(error).__name__}: {error}", "where": ""}]
+    found = timed(lambda: cache.match_prefix(radix.RadixKey(prompt)), lambda _: None, repeat)
     return [{"what": "SGLang RadixCache.match_prefix", "where": f"{tokens} tokens, depth 1", **found}]
 
 
@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows += peers(options.tokens, options.repeat)
     table = rich.table.Table("what", "where", "median ms", "p10", "p90", "auc")
     for row in rows:
-        figures = [f"{row[name]:.3f}" for name in ("median_ms", "p10_ms", "p90_ms")]
+        figures = [f"{row[name]:.3f}" if name in row else "" for name in ("median_ms", "p10_ms", "p90_ms")]
         table.add_row(row["what"], row["where"], *figures, f"{row['auc']:.3f}" if "auc" in row else "")
     rich.console.Console(width=120).print(table)
     if options.json:

@@ -93,7 +93,8 @@ def test_what_fits_is_loaded_most_valuable_first(make_engine: Engines, text: Tex
         engine.release(engine.prefill(text(10 * PAGE_SIZE, seed=seed)).sequence)
     engine.prefill(text(10 * PAGE_SIZE, seed=0))  # used last
     engine.save_cache(tmp_path / "c")
-    small = make_engine(num_pages=25)
+    small = make_engine()
+    held = small.prefill(text(39 * PAGE_SIZE, seed=99), domain="held").sequence
     loaded = small.load_cache(tmp_path / "c")
     assert loaded.tokens == 20 * PAGE_SIZE
     assert loaded.left_out == {persistence.NO_ROOM: 30 * PAGE_SIZE}
@@ -104,6 +105,7 @@ def test_what_fits_is_loaded_most_valuable_first(make_engine: Engines, text: Tex
     assert [f is not None for f in found] == [True, False, False, False, True]
     # And the order of use is kept: what was worth less goes first.
     small.release(small.prefill(text(10 * PAGE_SIZE, seed=9)).sequence)
+    assert len(held) == 39 * PAGE_SIZE
     assert small.prefill(text(10 * PAGE_SIZE)).reuse.matched == 79
 
 
@@ -137,13 +139,17 @@ def test_long_entries_are_saved_in_pieces(
     engine.prefill(text(200))
     engine.prefill(np.concatenate([text(200), text(5, seed=1)]))
     assert engine.save_cache(tmp_path / "c").entries == 6
-    other = make_engine(num_pages=16)
+    other = make_engine()
+    held = other.prefill(text(48 * PAGE_SIZE, seed=99), reuse=False).sequence
     loaded = other.load_cache(tmp_path / "c")
     assert (loaded.tokens, loaded.left_out) == (
         120,
         {persistence.NO_ROOM: 40, persistence.NO_PREFIX: 45},
     )
-    assert other.prefill(text(200)[:125]).reuse.matched == 120
+    assert len(held) == 48 * PAGE_SIZE
+    assert other._memory.index.peek(
+        other.contract.within(Domain(tenant="default")).digest(), text(200), limit=200
+    )[0] == 120  # fmt: skip
 
 
 def test_an_empty_cache_and_a_quota(make_engine: Engines, text: Text, tmp_path: Path) -> None:
