@@ -57,6 +57,7 @@ class CacheControl:
     _memory: Memory
     _contract: CacheContract
     _token_bytes: int
+    _prefix_cache: bool
 
     def release(self, sequence: Sequence) -> None:
         """See `Engine`."""
@@ -81,8 +82,11 @@ class CacheControl:
 
         Raises:
           TokenError, CapacityError: as in `prefill`.
+          ConfigError: the engine caches nothing, or `pin_seconds` is no positive time.
         """
         seconds = check_seconds("pin_seconds", pin_seconds)
+        if not self._prefix_cache:
+            raise ConfigError("prefix_cache is False, expected an engine that caches prefixes")
         contract = self._contract.within(Domain(), scope=PUBLIC)
         result = self._prefill(tokens, contract, reuse=True, priority=0)
         if seconds is not None:

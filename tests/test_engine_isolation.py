@@ -104,6 +104,11 @@ def test_declared_prefixes_are_taken_back(engine: jaxkv.Engine, text: Text) -> N
     assert np.isfinite(engine.read_kv(held.sequence).keys).all()
 
 
+def test_an_engine_without_a_cache_declares_nothing(make_engine: Engines, text: Text) -> None:
+    with pytest.raises(jaxkv.ConfigError, match="prefix_cache is False"):
+        make_engine(prefix_cache=False).publish_prefix(text(9))
+
+
 def test_no_domain_can_declare(engine: jaxkv.Engine, text: Text) -> None:
     """CASE 4: the scope is no part of a domain."""
     for fake in ("public", Domain(tenant="", salt="public"), Domain()):
