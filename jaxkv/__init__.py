@@ -57,6 +57,8 @@ from jaxkv.reuse.policies import (
     Sinks,
     policy_from_name,
 )
+from jaxkv.serving.clock import Clock, ManualClock, WallClock
+from jaxkv.serving.request import Request, RequestMetrics, RequestResult, Round, ServingConfig
 from jaxkv.steps import DecodeInput, Moves, decode, decode_many, prefill, relocate
 
 __version__ = "0.1.0"
@@ -71,6 +73,7 @@ __all__ = [
     "CacheSaved",
     "CapacityError",
     "Cause",
+    "Clock",
     "ConfigError",
     "ContractError",
     "CostPerByte",
@@ -93,6 +96,7 @@ __all__ = [
     "KVPages",
     "KVState",
     "Ledger",
+    "ManualClock",
     "Match",
     "MatchEnd",
     "Model",
@@ -108,18 +112,24 @@ __all__ = [
     "PrefixIndex",
     "Priority",
     "RelocationError",
+    "Request",
+    "RequestMetrics",
+    "RequestResult",
     "Reuse",
     "ReusePlan",
     "RopeConfig",
+    "Round",
     "Run",
     "Sampling",
     "Selection",
     "Sequence",
+    "ServingConfig",
     "Sinks",
     "Span",
     "StepInput",
     "StepResult",
     "TokenError",
+    "WallClock",
     "build_table",
     "decode",
     "decode_many",

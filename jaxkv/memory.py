@@ -193,6 +193,11 @@ class Memory:
             match = dataclasses.replace(match, end=self._absence(contract, match.end))
         return match
 
+    def peek(self, contract: CacheContract, tokens: Int32, *, limit: int) -> tuple[int, Int32]:
+        """Tokens that `match` would find in the pool, and their pages. Pins, ages and restores nothing."""
+        roots = (contract.digest(), contract.within(Domain(), scope=PUBLIC).digest())
+        return max((self.index.peek(root, tokens, limit=limit) for root in roots), key=lambda found: found[0])
+
     def _absence(self, contract: CacheContract, end: MatchEnd) -> MatchEnd:
         """Why a domain has nothing: maybe it has, under earlier weights."""
         for past in reversed(self.past):

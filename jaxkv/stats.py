@@ -21,6 +21,7 @@ def engine_stats(memory: Memory, counters: Mapping[str, int], shapes: int) -> St
         "pages_free": pool.free_count,
         "pages_live": pool.live_count,
         "pages_cached": index.pages,
+        "pages_evicted": memory.evicted,
         "pages_pinned": index.pinned_pages,
         "page_bytes": memory.page_bytes,
         "fragmentation": 1 - written / allocated if allocated else 0.0,  # slots of live pages without a token

@@ -32,6 +32,7 @@ FLOORS = (
         "persistence",
         "io",
     ),
+    ("serving",),
     ("engine",),
     ("",),  # the package itself: the public names
 )
