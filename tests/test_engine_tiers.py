@@ -103,13 +103,14 @@ def test_damaged_files_are_never_used_and_removed(
     engine.release(engine.prefill(text(60)).sequence)
     crowd(engine, text)
     files = sorted(tmp_path.glob("*.kv"))
-    assert files
-    for file in files:
-        data = bytearray(file.read_bytes())
+    contents = [file.read_bytes() for file in files]
+    assert len(files) > 1
+    for number, file in enumerate(files):
+        data = bytearray(contents[number])
         if damage == "flip":
             data[-9] ^= 1
         elif damage == "other":
-            data = bytearray(files[0].read_bytes() if file != files[0] else files[-1].read_bytes())
+            data = bytearray(contents[number - 1])
         file.write_bytes(b"" if damage == "empty" else data[: -1 if damage == "cut" else None])
         if damage == "gone":
             file.unlink()

@@ -74,15 +74,15 @@ def make_entry(contract: CacheContract, text: bytes, start: int, kv: tuple[Block
     return Entry(contract, text, start, kv, digest_of(contract, text, start, kv))
 
 
+def _head(entry: Entry) -> bytes:
+    arrays = [[block.dtype.name, list(block.shape)] for block in entry.kv]
+    return json.dumps({"start": entry.start, "digest": entry.digest.hex(), "arrays": arrays}).encode()
+
+
 def pack(entry: Entry) -> list[bytes | memoryview]:
     """The entry as bytes, in parts that need not be joined."""
-    head = {
-        "start": entry.start,
-        "digest": entry.digest.hex(),
-        "arrays": [[block.dtype.name, list(block.shape)] for block in entry.kv],
-    }
     parts: list[bytes | memoryview] = [_MAGIC]
-    for part in (json.dumps(head).encode(), entry.contract.serialize(), entry.text):
+    for part in (_head(entry), entry.contract.serialize(), entry.text):
         parts += [len(part).to_bytes(8, "big"), part]
     for block in entry.kv:
         parts.append(np.ascontiguousarray(block).view(np.uint8).reshape(-1).data)
@@ -113,6 +113,6 @@ def unpack(data: bytes) -> Entry:
     if at != len(data):
         raise FormatError(f"entry has {len(data)} bytes, expected {at}")
     entry = Entry(CacheContract.deserialize(parts[1]), parts[2], start, tuple(kv), digest)
-    if not entry.verify():
+    if _head(entry) != parts[0] or not entry.verify():
         raise FormatError("entry does not have the digest it claims, expected tokens and KV as written")
     return entry
