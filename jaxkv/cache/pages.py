@@ -39,17 +39,22 @@ class KVPages:
         return self.num_pages * self.page_size
 
 
+def check_dtype(dtype: str) -> str:
+    """Returns `dtype`, or raises a ConfigError for one that pages cannot have."""
+    if dtype not in KV_DTYPES:
+        raise ConfigError(
+            f"kv_dtype is '{dtype}', expected one of {', '.join(KV_DTYPES)}{nearest(dtype, KV_DTYPES)}"
+        )
+    return dtype
+
+
 def storage_dtype(dtype: str, platform: str) -> jnp.dtype:
     """The dtype in which `dtype` pages are stored on `platform`.
 
     XLA on CPU copies the whole pool at every bfloat16 scatter (seen on jax 0.10.2), never at an integer
     one, so there bfloat16 is kept as its bits; only gathered blocks and new tokens are converted.
     """
-    if dtype not in KV_DTYPES:
-        raise ConfigError(
-            f"kv_dtype is '{dtype}', expected one of {', '.join(KV_DTYPES)}{nearest(dtype, KV_DTYPES)}"
-        )
-    if dtype == "bfloat16" and platform == "cpu":
+    if check_dtype(dtype) == "bfloat16" and platform == "cpu":
         return jnp.dtype("uint16")
     return jnp.dtype(dtype)
 
