@@ -62,15 +62,17 @@ def require_in_place(found: dict[str, Any]) -> None:
     assert "error" not in found, f"{spec}: {found['error']}"
     slots = 4096 * spec["kv_heads"] * spec.get("page_size", 16)
     pages = slots * 2 * spec["head_dim"] * jnp.dtype(spec["dtype"]).itemsize
+    scaled = jnp.dtype(spec["dtype"]).itemsize == 1
     if spec["operation"] == "attention":
         # Queries are laid out anew, for each delta; int8 scales are gathered in the order of the tables.
         rows = 4 * spec.get("length", 1) * spec["kv_heads"] * max(spec["group"], 8)
         queries = rows * spec.get("deltas", 1) * max(2 * spec["head_dim"], 128) * 4
         gathered = 4 * 256 * spec["kv_heads"] * spec.get("page_size", 16) * 2 * 4
-        allowed = 4 * queries + 16 * gathered * (jnp.dtype(spec["dtype"]).itemsize == 1) + (2 << 20)
+        allowed = 4 * queries + scaled * max(16 * gathered, 32 << 20) + (2 << 20)
         assert found["alias"] == 0
     else:
-        allowed = 2 << 20
+        # XLA on tpu7x scatters scales through 64 MiB of its own, whatever their size.
+        allowed = (2 << 20) + (scaled and spec["chip"] == "tpu7x") * (64 << 20)
         assert found["alias"] >= pages, f"{spec}: {found['alias']} bytes of {pages} are written in place"
     assert allowed < pages, "the case is too small to show a hidden copy"
     assert found["temp"] <= allowed, f"{spec}: {found['temp']} bytes of temporaries, pages have {pages}"

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreters import EAGER, GENERIC, ON_WAIT, found_race, fresh_interpreter, without_waits
+from interpreters import EAGER, GENERIC, ON_WAIT, found_race, fresh_interpreter, quick_compiles, without_waits
 from tolerances import tolerance
 
 import pallas_kernels
 from pallas_kernels import judge, shapes, tpu_attention, tpu_decode, tpu_prefill, tpu_work
+
+__all__ = ["quick_compiles"]  # a fixture of this module
 
 # Small on purpose: the interpreters that watch copies take milliseconds for each.
 WATCHED = shapes.Case(

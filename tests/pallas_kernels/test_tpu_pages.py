@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreters import EAGER, GENERIC, ON_WAIT, found_race, fresh_interpreter, without_waits
+from interpreters import EAGER, GENERIC, ON_WAIT, found_race, fresh_interpreter, quick_compiles, without_waits
 from tolerances import tolerance
 
 import pallas_kernels
 from pallas_kernels import judge, reference, tpu_append, tpu_relocate
+
+__all__ = ["quick_compiles"]  # a fixture of this module
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 
