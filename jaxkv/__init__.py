@@ -53,6 +53,8 @@ from jaxkv.reuse.policies import (
     Sinks,
     policy_from_name,
 )
+from jaxkv.serving.clock import Clock, ManualClock, WallClock
+from jaxkv.serving.request import Request, RequestMetrics, RequestResult, Round, ServingConfig
 from jaxkv.steps import DecodeInput, Moves, decode, decode_many, prefill, relocate
 
 __version__ = "0.1.0"
@@ -62,6 +64,7 @@ __all__ = [
     "CacheContract",
     "CapacityError",
     "Cause",
+    "Clock",
     "ConfigError",
     "ContractError",
     "DecodeInput",
@@ -81,6 +84,7 @@ __all__ = [
     "KVPages",
     "KVState",
     "Ledger",
+    "ManualClock",
     "Match",
     "MatchEnd",
     "Model",
@@ -94,18 +98,24 @@ __all__ = [
     "Policy",
     "PrefixIndex",
     "RelocationError",
+    "Request",
+    "RequestMetrics",
+    "RequestResult",
     "Reuse",
     "ReusePlan",
     "RopeConfig",
+    "Round",
     "Run",
     "Sampling",
     "Selection",
     "Sequence",
+    "ServingConfig",
     "Sinks",
     "Span",
     "StepInput",
     "StepResult",
     "TokenError",
+    "WallClock",
     "build_table",
     "decode",
     "decode_many",

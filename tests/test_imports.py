@@ -18,6 +18,7 @@ FLOORS = (
     ("model",),
     ("steps",),
     ("checks", "memory", "results", "schedule", "readback", "execute", "generation", "io"),
+    ("serving",),
     ("engine",),
     ("",),  # the package itself: the public names
 )

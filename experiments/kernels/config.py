@@ -8,6 +8,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax
 import ml_collections
 
 from experiments.config import typed_values
@@ -118,17 +119,20 @@ def defaults(**values: Any) -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict({"experiment": "kernels", **fields, **values})
 
 
-def resolve(config: Mapping[str, Any], given: Collection[str] = (), *, platform: str) -> KernelsConfig:
+def resolve(
+    config: Mapping[str, Any], given: Collection[str] = (), *, platform: str | None = None
+) -> KernelsConfig:
     """Checks `config`, and makes it small where there is no accelerator.
 
     Args:
       config: a ConfigDict or any mapping, without the key `experiment`.
       given: keys that the user set on purpose: they stay as they are.
-      platform: "cpu", "gpu" or "tpu".
+      platform: "cpu", "gpu" or "tpu"; that of this process when None.
 
     Raises:
       ConfigError: an unknown key, or a value of the wrong type or out of range, by name.
     """
+    platform = platform or jax.default_backend()
     values = dict(config.items())
     _check_keys(values)
     reduced = {**(QUICK if values.get("quick") else {}), **(ON_CPU if platform == "cpu" else {})}

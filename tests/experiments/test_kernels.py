@@ -38,7 +38,8 @@ TINY: dict[str, Any] = {
 
 
 def _run(path: Path, **values: Any) -> Any:
-    return registry.run(defaults(**{**TINY, **values}), path, given=tuple({**TINY, **values}))
+    config = defaults(**{**TINY, **values})
+    return registry.find(config).run(config, str(path), given=tuple({**TINY, **values}))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a test of what a CPU measures")
@@ -161,10 +162,11 @@ def test_a_cpu_gets_small_shapes_unless_the_user_asked() -> None:
 
 
 def test_an_unknown_experiment_and_unknown_keys_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"config\.experiment holds 'kernel', expected one of reuse"):
-        registry.run({"experiment": "kernel"})
+    with pytest.raises(ConfigError, match=r"config\.experiment is 'kernel', expected one of reuse"):
+        registry.find({"experiment": "kernel"})
+    kernels = registry.find({"experiment": "kernels"})
     with pytest.raises(ConfigError, match="config key 'sampels' is unknown; did you mean 'samples'"):
-        registry.check_keys(["sampels"])
+        kernels.check_keys(["sampels"])
     with pytest.raises(ConfigError, match="config key 'policies' is unknown"):
-        registry.run({"experiment": "kernels", "policies": "scr"})
-    registry.check_keys(["experiment", "policies", "samples"])
+        kernels.run({"experiment": "kernels", "policies": "scr"}, None, given=())
+    kernels.check_keys(["experiment", "samples"])
