@@ -15,7 +15,7 @@ from jaxkv.cache.match import Cause, Match, MatchEnd
 from jaxkv.cache.pages import KVPages, make_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.cache.sequence import Origin, Run, Sequence
+from jaxkv.cache.sequence import Origin, Removed, Run, Sequence
 from jaxkv.cache.table import GroupInput, PageTable, StepInput, build_table
 from jaxkv.divergence import Divergence, divergence, layer_divergence
 from jaxkv.engine import Engine
@@ -38,37 +38,54 @@ from jaxkv.model.params import Params, init_params, params_digest
 from jaxkv.model.transformer import forward_dense
 from jaxkv.results import Generation, KVState, Reuse, StepResult
 from jaxkv.reuse.diff import Span, diff
+from jaxkv.reuse.estimate import Calibration, Estimate, Signals
 from jaxkv.reuse.ledger import Ledger, prefix_reuse_flops
 from jaxkv.reuse.plan import ReusePlan, plan
 from jaxkv.reuse.policies import (
     SCR,
+    Budget,
+    Composed,
+    Dependents,
     Drop,
     Edit,
+    Erratum,
     Exact,
     FirstK,
     Forget,
     NoRotation,
     Policy,
+    Repair,
     Selection,
     Sinks,
+    TopDeviation,
     policy_from_name,
 )
+from jaxkv.reuse.probes import Attention, Deviation, Encoded, Trial
 from jaxkv.steps import DecodeInput, Moves, decode, decode_many, prefill, relocate
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SCR",
+    "Attention",
+    "Budget",
     "CacheContract",
+    "Calibration",
     "CapacityError",
     "Cause",
+    "Composed",
     "ConfigError",
     "ContractError",
     "DecodeInput",
+    "Dependents",
+    "Deviation",
     "Divergence",
     "Drop",
     "Edit",
+    "Encoded",
     "Engine",
+    "Erratum",
+    "Estimate",
     "Exact",
     "FetchError",
     "FirstK",
@@ -94,6 +111,8 @@ __all__ = [
     "Policy",
     "PrefixIndex",
     "RelocationError",
+    "Removed",
+    "Repair",
     "Reuse",
     "ReusePlan",
     "RopeConfig",
@@ -101,11 +120,14 @@ __all__ = [
     "Sampling",
     "Selection",
     "Sequence",
+    "Signals",
     "Sinks",
     "Span",
     "StepInput",
     "StepResult",
     "TokenError",
+    "TopDeviation",
+    "Trial",
     "build_table",
     "decode",
     "decode_many",

@@ -10,6 +10,7 @@ import numpy as np
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, HI, LO, concatenate, slots_of
 from jaxkv.cache.table import StepInput, bucket
 from jaxkv.memory import Memory
+from jaxkv.model.config import ModelConfig
 from jaxkv.model.params import Params
 from jaxkv.model.transformer import StepOutput
 from jaxkv.schedule import Placement, coalesce, delta_of, for_shape, make_table, step_input, step_sizes
@@ -56,6 +57,7 @@ def compute(
     write: bool = True,
     logits: str = "last",
     capture: bool = False,
+    config: ModelConfig | None = None,
 ) -> Computed:
     """Computes `tokens` at `positions` (ascending) over what is already there.
 
@@ -72,10 +74,12 @@ def compute(
       chunk_size: tokens of a step.
       write: False only reads: the tokens' KV is there already.
       logits, capture: as in `forward_step`.
+      config: that of `params`, if they are the first layers only; the memory's when None.
 
     Raises:
       CapacityError: not enough pages.
     """
+    config = memory.config if config is None else config
     drop = memory.pool.num_slots
     if write:
         placement = memory.place(segments, positions)
@@ -85,7 +89,7 @@ def compute(
         slots = np.full(len(positions), drop, np.int32)
 
     def one(pages: Pages, step: StepInput) -> tuple[Pages, StepOutput]:
-        out = run_step(params, pages, step, config=memory.config, logits=logits, capture=capture)
+        out = run_step(params, pages, step, config=config, logits=logits, capture=capture)
         # The pages belong to the memory alone: the next step takes them.
         return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
 
@@ -126,21 +130,8 @@ def materialize(memory: Memory, segments: Int32) -> Materialized:
     positions, source = slots_of(moving, memory.pool.page_size)
     deltas = np.repeat(delta[delta != 0], moving[:, HI] - moving[:, LO]).astype(np.int32)
     placement = memory.place(EMPTY_SEGMENTS, positions)
-    drop = memory.pool.num_slots
-
-    def move(pages: Pages, moves: Moves) -> tuple[Pages, None]:
-        return relocate(pages, (moves,), config=memory.config), None
-
     try:
-        for start in range(0, len(positions), MOVE_SLOTS):
-            part = slice(start, start + MOVE_SLOTS)
-            count = len(source[part])
-            padded = np.zeros((3, bucket(count, 64)), np.int32)
-            padded[1] = drop
-            padded[:, :count] = source[part], placement.slots[part], deltas[part]
-            moves = Moves(source=padded[0], target=padded[1], delta=padded[2])
-            memory.run(move, moves)
-        memory.wait(memory.pages)
+        move_slots(memory, source, placement.slots, deltas)
     except BaseException:
         memory.release(placement.fresh)
         raise
@@ -152,8 +143,25 @@ def materialize(memory: Memory, segments: Int32) -> Materialized:
     )
 
 
+def move_slots(memory: Memory, source: Int32, target: Int32, delta: Int32) -> None:
+    """Copies slots, keys rotated by `delta`, i32[n] each, in steps that bound the temporaries."""
+    drop = memory.pool.num_slots
+
+    def move(pages: Pages, moves: Moves) -> tuple[Pages, None]:
+        return relocate(pages, (moves,), config=memory.config), None
+
+    for start in range(0, len(source), MOVE_SLOTS):
+        part = slice(start, start + MOVE_SLOTS)
+        count = len(source[part])
+        padded = np.zeros((3, bucket(count, 64)), np.int32)
+        padded[1] = drop
+        padded[:, :count] = source[part], target[part], delta[part]
+        memory.run(move, Moves(source=padded[0], target=padded[1], delta=padded[2]))
+    memory.wait(memory.pages)
+
+
 def must_materialize(memory: Memory, segments: Int32, *, form: str, max_deltas: int) -> bool:
     """Whether moved keys are to be copied: asked for, or more deltas than a table holds."""
     distinct = np.unique(delta_of(memory.pool, segments, rotate=True))
     moved = int(np.count_nonzero(distinct))
-    return moved > 0 and (form == "copy" or moved >= max_deltas)
+    return moved > 0 and (form != "view" or moved >= max_deltas)

@@ -17,7 +17,20 @@ FLOORS = (
     ("reuse",),
     ("model",),
     ("steps",),
-    ("checks", "memory", "results", "schedule", "readback", "execute", "generation", "io"),
+    (
+        "checks",
+        "memory",
+        "results",
+        "schedule",
+        "readback",
+        "execute",
+        "probing",
+        "signals",
+        "trials",
+        "healing",
+        "generation",
+        "io",
+    ),
     ("engine",),
     ("",),  # the package itself: the public names
 )
