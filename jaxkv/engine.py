@@ -191,6 +191,7 @@ class Engine:
             trial=trials.run,
         )
         work = plan(policy, sequence, tokens, grid=self._grid, probe=prober)
+        self._shapes |= prober.shapes
         if work.trial is not None:
             return trials.take(work)
         trials.drop()

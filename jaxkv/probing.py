@@ -54,6 +54,7 @@ class Prober:
         self._chunk_size, self._max_deltas = chunk_size, max_deltas
         self._encode, self._trial = encode, trial
         self._known: dict[Probe, Any] = {}
+        self.shapes: set[tuple[Any, ...]] = set()  # static shapes that ran
 
     def __call__(self, edit: Edit, probe: Probe) -> tuple[Any, float]:
         """The evidence, and the FLOPs it cost."""
@@ -95,6 +96,8 @@ class Prober:
             chunk_size=self._chunk_size,
             config=short,
         )
+        self.shapes |= done.shapes
+        self.shapes.add(("changes", bucket(len(positions), 256)))
         try:
             old, where = survivors(edit)
             cached = Places.of(memory, sequence).at(old)
@@ -120,6 +123,7 @@ class Prober:
         # Nobody attends what comes later; a token without KV has nothing to recover a query from.
         asked = (old > int(np.argmax(gone))) & (places.at(old).slots >= 0)
         flops = 0.0
+        self.shapes.add(("mass", bucket(len(places.slots), 256)))
         for layer in layers_at(depths, self._memory.config):
             mass, cost = attention_mass(
                 self._memory, self._params, places, old[asked], gone, layer=layer, heads="max"

@@ -47,13 +47,13 @@ def cases(
     """A conversation for each kind of edit, document and size of its messages."""
     assert model is not None, "this workload writes messages, so it needs the model's tokenizer"
     speaker = Speaker(model)
-    result = []
     edits = [edit for edit in config.edits if edit in AGENT_EDITS] or list(AGENT_EDITS)
-    for document in range(config.documents):
-        for edit in edits:
-            for size in config.sizes:
-                result.append(_case(config, speaker, tokens, bos, edit, document, size))
-    return result
+    return [
+        _case(config, speaker, tokens, bos, edit, document, size)
+        for document in range(config.documents)
+        for edit in edits
+        for size in config.sizes
+    ]
 
 
 def _case(
@@ -114,7 +114,7 @@ def _render(messages: list[Message], speaker: Speaker, bos: int | None, *, ask: 
     return np.concatenate(parts).astype(np.int32)
 
 
-def _clear_tools(messages: list[Message], turn: int, rng: object, speaker: Speaker) -> list[Message]:
+def _clear_tools(messages: list[Message], _turn: int, _rng: object, speaker: Speaker) -> list[Message]:
     tools = [i for i, m in enumerate(messages) if m.role == "tool"]
     cleared = set(tools[:-KEEP_TOOLS])
     gone = speaker.encode("[cleared]")
@@ -122,7 +122,7 @@ def _clear_tools(messages: list[Message], turn: int, rng: object, speaker: Speak
 
 
 def _replace_file(
-    messages: list[Message], turn: int, rng: np.random.Generator, speaker: Speaker
+    messages: list[Message], _turn: int, rng: np.random.Generator, _speaker: Speaker
 ) -> list[Message]:
     """The first file read is replaced by a version of which a tenth, in one place, differs."""
     first = next(i for i, m in enumerate(messages) if m.role == "tool")
@@ -133,20 +133,18 @@ def _replace_file(
     return [Message("tool", body) if i == first else m for i, m in enumerate(messages)]
 
 
-def _strip_reasoning(messages: list[Message], turn: int, rng: object, speaker: Speaker) -> list[Message]:
+def _strip_reasoning(messages: list[Message], _turn: int, _rng: object, _speaker: Speaker) -> list[Message]:
     last = max(i for i, m in enumerate(messages) if m.role == "reasoning")
     return [m for i, m in enumerate(messages) if m.role != "reasoning" or i == last]
 
 
-def _drop_oldest(messages: list[Message], turn: int, rng: object, speaker: Speaker) -> list[Message]:
+def _drop_oldest(messages: list[Message], turn: int, _rng: object, _speaker: Speaker) -> list[Message]:
     """Everything between the system prompt and the second user message goes."""
     users = [i for i, m in enumerate(messages) if m.role == "user"]
     return [messages[0], *messages[users[1] :]] if turn and len(users) > 1 else messages
 
 
-def _reorder_documents(
-    messages: list[Message], turn: int, rng: object, speaker: Speaker
-) -> list[Message]:
+def _reorder_documents(messages: list[Message], _turn: int, _rng: object, _speaker: Speaker) -> list[Message]:
     """The two oldest tool results change places."""
     first, second = [i for i, m in enumerate(messages) if m.role == "tool"][:2]
     out = list(messages)

@@ -36,9 +36,11 @@ def cases(config: ExperimentConfig, tokens: Int32, bos: int | None = None) -> li
             states = _states(text[:context], tokens, max(config.moves), rng)
             if bos is not None:
                 states = [np.insert(state, 0, bos) for state in states]
-            for moves in config.moves:
-                for dtype in config.kv_dtypes:
-                    result.append(_case(config, states[: moves + 1], text[context:], context, document, dtype))
+            result += [
+                _case(config, states[: moves + 1], text[context:], context, document, dtype)
+                for moves in config.moves
+                for dtype in config.kv_dtypes
+            ]
     return result
 
 
@@ -70,7 +72,7 @@ def _case(
     )
     span = context - context // 4
     return Case(
-        id=f"drift-{moves}-c{context}-d{document}" + (f"-{dtype}" if dtype else ""),
+        id=f"drift-{moves}-c{context}-d{document}-{dtype}",
         edit=f"{moves} moves",
         position="25%",
         size=moves,
@@ -81,5 +83,5 @@ def _case(
         continuation=continuation,
         seams=(len(states[-1]) - span,),
         before=turns,
-        kv_dtype=dtype,
+        kv_dtype="" if dtype == "model" else dtype,
     )

@@ -53,14 +53,14 @@ def cases(
     speaker = Speaker(model)
     secret = config.workload == "residue"
     words = speaker.words(CANDIDATES)
-    result = []
     ways = ("residue",) if secret else ("direct", "derived")
-    for context in config.context:
-        for way in ways:
-            for distance in config.distances:
-                for item in range(config.items):
-                    result.append(_case(config, speaker, words, tokens, bos, context, way, distance, item))
-    return result
+    return [
+        _case(config, speaker, words, tokens, bos, context, way, distance, item)
+        for context in config.context
+        for way in ways
+        for distance in config.distances
+        for item in range(config.items)
+    ]
 
 
 def _case(
@@ -96,12 +96,13 @@ def _case(
     close = text[front + behind : front + behind + (back if way != "direct" else 0)]
     ending = np.concatenate([middle, link, close]).astype(np.int32)
     if way == "residue":
-        old, new, twin = (np.concatenate([head, said, ending]) for said in (stated[0], [], stated[2]))
+        old, twin = (np.concatenate([head, said, ending]) for said in (stated[0], stated[2]))
+        new = np.concatenate([head, ending])
         answer, stale = old_word[1], None
         seams: tuple[int, ...] = (len(head),)
         size = len(stated[0])
     else:
-        old, new, twin = (np.concatenate([head, said, ending]) for said in (*stated[:2], stated[2]))
+        old, new, twin = (np.concatenate([head, said, ending]) for said in stated)
         answer, stale = new_word[1], old_word[1]
         seams = (len(head) + len(stated[1]),)
         size = 1

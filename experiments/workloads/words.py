@@ -11,12 +11,12 @@ from jaxkv.io.models import Model
 from jaxkv.typing import Int32
 
 # Everyday nouns and names; those that a tokenizer knows as one token behind a space are used.
-WORDS = (
-    "apple bread candle river stone garden window silver horse winter summer paper bottle bridge castle "
-    "doctor engine father forest friend island jacket kitchen letter market mother mountain music number "
-    "ocean orange picture planet pocket queen rabbit school shadow ship sister snow spring street sugar "
-    "table teacher temple ticket tiger tower train valley village water weather wheel yellow zebra"
-).split()
+_WORDS = """
+apple bread candle river stone garden window silver horse winter summer paper bottle bridge castle doctor
+engine father forest friend island jacket kitchen letter market mother mountain music number ocean orange
+picture planet pocket queen rabbit school shadow ship sister snow spring street sugar table teacher temple
+ticket tiger tower train valley village water weather wheel yellow zebra
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Speaker:
           ConfigError: the vocabulary has fewer such words.
         """
         found = []
-        for word in WORDS if self.model.tokenizer is not None else "abcdefghijklmnopqrstuvwxyz":
+        for word in _WORDS.split() if self.model.tokenizer is not None else "abcdefghijklmnopqrstuvwxyz":
             ids = self.encode(f" {word}")
             stem = self.encode("The code is")
             whole = self.encode(f"The code is {word}")
