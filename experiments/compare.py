@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.records import Record
+from jaxkv.cache.sequence import Origin
 from jaxkv.divergence import divergence, layer_divergence
-from jaxkv.results import KVState
+from jaxkv.results import KVState, StepResult
 from jaxkv.typing import Float32, Int32
 
 if TYPE_CHECKING:
@@ -124,24 +125,39 @@ def state_errors(case: Case, reference: Reference, state: KVState, attention: Fl
     }
 
 
-def key_change(born: KVState, now: KVState, moved: list[tuple[int, int, int]]) -> float | None:
-    """‖K − K at birth‖/‖K at birth‖, un-rotated, over tokens that were only ever moved.
+def homes(before: Int32, result: StepResult) -> Int32:
+    """Where each token of an edit's result was first computed, i32[n]; -1 for those computed since.
 
     Args:
-      born: the state before any edit.
-      now: the state after some.
-      moved: (start, end, delta) of relocated runs, positions now; at birth they stood delta before.
+      before: the same for the sequence that was edited.
+      result: the edit.
     """
-    error = norm = 0.0
-    for start, end, delta in moved:
-        mine = np.flatnonzero((now.positions >= start) & (now.positions < end))
-        theirs = np.searchsorted(born.positions, now.positions[mine] - delta)
-        inside = theirs < len(born.positions)
-        mine, theirs = mine[inside], theirs[inside]
-        a = born.keys[:, theirs].astype(np.float64)
-        error += float(((now.keys[:, mine] - a) ** 2).sum())
-        norm += float((a**2).sum())
-    return float(np.sqrt(error / norm)) if norm else None
+    sequence, reuse = result.sequence, result.reuse
+    found = np.full(len(sequence), -1, np.int32)
+    prefix = reuse.match_end.position
+    found[:prefix] = before[:prefix]
+    for span in reuse.spans:
+        found[span.new : span.new + span.length] = before[span.old : span.old + span.length]
+    for run in sequence.provenance:
+        if run.origin is not Origin.RELOCATED:
+            found[max(run.start, prefix) : max(run.end, prefix)] = -1
+    return found
+
+
+def key_change(born: KVState, now: KVState, home: Int32) -> float | None:
+    """‖K − K at birth‖/‖K at birth‖, un-rotated, over tokens that were moved and never recomputed.
+
+    Args:
+      born: the state before any edit, all positions present.
+      now: the state after some.
+      home: i32[n], where each token stood at birth, -1 if it was computed since.
+    """
+    mine = np.flatnonzero((home[now.positions] >= 0) & (home[now.positions] != now.positions))
+    if not len(mine):
+        return None
+    a = born.keys[:, home[now.positions[mine]]].astype(np.float64)
+    error = float(((now.keys[:, mine] - a) ** 2).sum())
+    return float(np.sqrt(error / (a**2).sum()))
 
 
 def _logsumexp(row: Any) -> float:

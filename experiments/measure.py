@@ -14,12 +14,13 @@ from experiments.compare import (
     compare,
     describe,
     greedy_match,
+    homes,
     key_change,
     state_errors,
     task_figures,
 )
 from experiments.records import NOISE, Record
-from jaxkv.cache.sequence import Origin, Sequence
+from jaxkv.cache.sequence import Sequence
 from jaxkv.divergence import divergence
 from jaxkv.engine import Engine
 from jaxkv.errors import JaxkvError
@@ -128,16 +129,18 @@ class Bench:
         try:
             source = engine.fork(self._cached(engine, case))
             born = engine.read_kv(source) if case.before else None
+            home = np.arange(len(source), dtype=np.int32)
             for number, turn in enumerate(case.turns, 1):
                 result, seconds = self._timed_edit(engine, source, turn.new, policy, timed=not case.before)
                 entry = _turn_figures(result, seconds)
+                home = homes(home, result)
                 if len(turn.continuation):
                     logits.append(np.asarray(engine.score(result.sequence, turn.continuation)))
                     found = divergence(reference.logits[len(logits) - 1], logits[-1], turn.continuation)
                     entry |= {"kl": found.kl.mean, "top1": found.top1_agreement}
                     if born is not None:
                         now = engine.read_kv(result.sequence)
-                        entry["key_change"] = key_change(born, now, _moved(result.sequence))
+                        entry["key_change"] = key_change(born, now, home)
                 turns.append(entry)
                 if number < len(case.turns):
                     engine.release(source)
@@ -251,10 +254,6 @@ def failure(case: Case, policy: str, error: Exception) -> Record:
         **describe(case, policy),
         "error": f"{type(error).__name__}: {text}",
     }
-
-
-def _moved(sequence: Sequence) -> list[tuple[int, int, int]]:
-    return [(r.start, r.end, r.delta) for r in sequence.provenance if r.origin is Origin.RELOCATED]
 
 
 def _turn_figures(result: StepResult, seconds: float) -> Record:

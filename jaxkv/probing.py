@@ -316,5 +316,5 @@ def _mass(
     scores = jnp.einsum("tkgh,skh->tkgs", q, k)
     seen = keys[2] <= rows[2][:, None]
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
-    mass: Array = jnp.sum(weights * marked, axis=-1).reshape(rows.shape[1], -1)
+    mass: Array = jnp.sum(jnp.where(marked, weights, 0.0), axis=-1).reshape(rows.shape[1], -1)
     return mass

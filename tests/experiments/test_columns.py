@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments.compare import Reference, greedy_match, key_change, task_figures
+import jaxkv
+from experiments.compare import Reference, greedy_match, homes, key_change, task_figures
 from experiments.report.columns import (
     differences,
     margin_recovery,
@@ -122,12 +124,27 @@ def test_key_change_compares_moved_keys_with_those_at_birth() -> None:
         keys=np.arange(1, 9, dtype=np.float32).reshape(1, 4, 1, 2),
         values=np.zeros((1, 4, 1, 2), np.float32),
     )
+    # Position 0 never moved, 5 and 6 stood at 1 and 2, 7 was computed since.
+    home = np.array([0, -1, -1, -1, -1, 1, 2, -1], np.int32)
     now = KVState(
         positions=np.array([0, 5, 6, 7], np.int32),
         keys=born.keys + np.array([9, 0, 2, 0], np.float32)[None, :, None, None],
         values=born.values,
     )
-    # Positions 5 and 6 stood at 1 and 2: keys (3, 4) and (5, 6), of which the second grew by (2, 2).
-    found = key_change(born, now, [(5, 7, 4)])
-    assert found == pytest.approx(math.sqrt(8 / (9 + 16 + 25 + 36)))
-    assert key_change(born, now, []) is None
+    # Keys (3, 4) and (5, 6), of which the second grew by (2, 2).
+    assert key_change(born, now, home) == pytest.approx(math.sqrt(8 / (9 + 16 + 25 + 36)))
+    assert key_change(born, now, np.full(8, -1, np.int32)) is None
+
+
+def test_homes_follow_tokens_through_edits_until_they_are_computed_again(
+    engine: jaxkv.Engine, text: Callable[..., np.ndarray]
+) -> None:
+    old = text(120)
+    policy = jaxkv.SCR(min_span=8, tail=4)
+    first = engine.prefill(old).sequence
+    there = engine.edit(first, np.concatenate([old[:30], text(6, seed=1), old[30:]]), policy)
+    home = homes(np.arange(120, dtype=np.int32), there)
+    expected = [*range(30), *[-1] * 6, *range(30, 116), *[-1] * 4]
+    assert home.tolist() == expected
+    back = engine.edit(there.sequence, old[:118], policy)
+    assert homes(home, back).tolist() == [*range(30), *range(30, 114), *[-1] * 4]
