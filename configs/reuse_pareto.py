@@ -49,4 +49,5 @@ def get_config() -> ml_collections.ConfigDict:
         layers_every=4,
         rotation_every=2,
         greedy_tokens=64,
+        heal_steps=4,
     )

@@ -118,10 +118,13 @@ def state_errors(case: Case, reference: Reference, state: KVState, attention: Fl
             layer_divergence(a[:, theirs], b[:, mine], distances).to_dict()
             for a, b in ((exact.keys, state.keys), (exact.values, state.values))
         )
+    ahead = case.distances(len(case.new) + np.arange(attention.shape[1], dtype=np.int32))
     return {
         "keys": keys,
         "values": values,
-        "attention": layer_divergence(reference.attention, attention).to_dict(),
+        "attention": layer_divergence(
+            reference.attention, attention, ahead if (ahead >= 0).all() else None
+        ).to_dict(),
     }
 
 

@@ -105,6 +105,7 @@ class ExperimentConfig:
     layers_every: int = 1  # K, V and attention errors on every n-th case; 0: never
     greedy_tokens: int = 0  # greedy tokens compared with exact; 0: none
     rotation_every: int = 0  # measure what rotation alone costs on every n-th case; 0: never
+    heal_steps: int = 0  # heal every answer in so many steps where layers are measured; 0: never
     signals: bool = False  # record the signals that predict KL, for experiments.calibrate
 
     def __post_init__(self) -> None:
@@ -174,6 +175,7 @@ _LEAST = {
     "layers_every": 0,
     "greedy_tokens": 0,
     "rotation_every": 0,
+    "heal_steps": 0,
     "turns": 1,
     "moves": 1,
     "items": 1,

@@ -156,6 +156,7 @@ class Bench:
                 "task": task_figures(case.task, reference, logits[-1]),
                 "twin_kl": self._twin(engine, case, policy, logits[-1]),
                 "rotation_kl": self._rotation_kl(engine, case, policy, result, reference),
+                "healing": self._healing(engine, case, result.sequence, reference),
                 "signals": self._signals(engine, source, result),
                 "steps": turns if case.before else None,
             }
@@ -237,6 +238,25 @@ class Bench:
             engine.release(displaced)
             self._rotation[key] = divergence(reference.logits[-1], logits).kl.mean
         return self._rotation[key]
+
+    def _healing(
+        self, engine: Engine, case: Case, sequence: Sequence, reference: Reference
+    ) -> list[list[float]] | None:
+        """(share of stale tokens healed, KL) while they are healed; where layer errors are measured."""
+        steps, stale = self._config.heal_steps, len(sequence) - sequence.exact_length
+        if not steps or reference.state is None or not stale:
+            return None
+        if not np.array_equal(sequence.tokens, case.new):
+            return None
+        points = []
+        for step in range(steps + 1):
+            logits = np.asarray(engine.score(sequence, case.continuation))
+            points.append([step / steps, divergence(reference.logits[-1], logits).kl.mean])
+            left = len(sequence) - sequence.exact_length
+            if left:
+                due = left - round(stale * (1 - (step + 1) / steps))
+                sequence = engine.heal(sequence, tokens=max(due, 1)).sequence
+        return points
 
     def _signals(self, engine: Engine, source: Sequence, result: StepResult) -> Any:
         if not self._config.signals or result.reuse.kind == "exact":

@@ -106,7 +106,10 @@ def test_weights_without_a_calibration_are_refused_with_the_command_that_makes_o
     assert engine.estimate(source, exact) == Estimate(kl=0.0, bound=0.0)
 
 
-def test_signals_say_what_happened(engine: jaxkv.Engine, edit: tuple[np.ndarray, np.ndarray]) -> None:
+def test_signals_say_what_happened(
+    make_engine: Callable[..., jaxkv.Engine], edit: tuple[np.ndarray, np.ndarray]
+) -> None:
+    engine = make_engine(num_pages=256)
     old, new = edit
     long = np.concatenate([old, old[::-1]])
     source = engine.prefill(long).sequence

@@ -122,7 +122,7 @@ def steps(
 ) -> dict[str, dict[str, tuple[tuple[int, float], ...]]]:
     """Figures of measured turns by how many edits led to them; dtypes of pages stand apart."""
     result: dict[str, dict[str, tuple[tuple[int, float], ...]]] = {}
-    for key in ("kl", "key_change"):
+    for key in ("kl", "key_change", "kv_bytes_moved"):
         table: dict[str, tuple[tuple[int, float], ...]] = {}
         for policy in policies:
             values: dict[str, dict[int, list[float]]] = {}
@@ -130,9 +130,18 @@ def steps(
                 dtype = record.get("kv_dtype")
                 name = f"{policy} · {dtype}" if dtype else policy
                 for number, step in enumerate(record.get("steps") or [], 1):
-                    if step.get(key) is not None:
+                    if step.get(key) is not None and "kl" in step:
                         values.setdefault(name, {}).setdefault(number, []).append(step[key])
             for name, points in values.items():
                 table[name] = tuple((n, float(np.mean(v))) for n, v in sorted(points.items()))
         result[key] = table
     return result
+
+
+def healing(records: list[Record]) -> tuple[tuple[float, float], ...]:
+    """Mean KL by the share of stale tokens that was healed, over cases that were."""
+    points: dict[float, list[float]] = {}
+    for record in records:
+        for share, kl in record.get("healing") or []:
+            points.setdefault(round(share, 3), []).append(kl)
+    return tuple((share, float(np.mean(values))) for share, values in sorted(points.items()))

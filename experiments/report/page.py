@@ -28,6 +28,8 @@ CAPTIONS = {
     "steps": "Consecutive edits, mean over cases, a line a policy (and dtype of the pages where there are "
     "several). Keys are compared with what they were when they were computed: the view never rewrites "
     "them. A hollow mark is 0.",
+    "healing": "Eventually exact: stale tokens are recomputed from left to right, KL on the way; the last "
+    "point is an exact sequence.",
     "recovery": "Items that exact answers right and the model alone does not. 1 is the margin of exact, 0 "
     "that of scr without repair; a ratio of sums over items.",
     "first_token": "Wall clock, compilation excluded. Exact reuses the common prefix.",

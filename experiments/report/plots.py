@@ -62,6 +62,7 @@ def draw_all(summary: Summary) -> dict[str, Figure]:
         "error_by_distance": error_by_distance,
         "error_by_layer": error_by_layer,
         "steps": steps,
+        "healing": healing,
         "recovery": recovery,
         "first_token": first_token,
     }
@@ -134,7 +135,7 @@ def error_by_distance(summary: Summary, style: Style) -> Figure | None:
     return _panels(
         summary.state_by_distance,
         style,
-        {"keys": "K, un-rotated", "values": "V"},
+        {"keys": "K, un-rotated", "values": "V", "attention": "attention output"},
         xlabel="tokens behind the seam",
         ticks=BIN_LABELS,
     )
@@ -153,9 +154,17 @@ def error_by_layer(summary: Summary, style: Style) -> Figure | None:
 
 def steps(summary: Summary, style: Style) -> Figure | None:
     """What consecutive edits add up to: KL, and how far keys are from what they were at birth."""
-    titles = {"kl": "KL, nats per token", "key_change": "‖K − K at birth‖ / ‖K at birth‖, un-rotated"}
+    titles = {
+        "kl": "KL, nats per token",
+        "key_change": "‖K − K at birth‖ / ‖K at birth‖, un-rotated",
+        "kv_bytes_moved": "KV copied by an edit, bytes",
+    }
     shown = {key: summary.by_step.get(key, {}) for key in titles}
-    shown = {key: table for key, table in shown.items() if any(len(p) > 1 for p in table.values())}
+    shown = {
+        key: table
+        for key, table in shown.items()
+        if any(len(p) > 1 for p in table.values()) and any(y > 0 for p in table.values() for _, y in p)
+    }
     if not shown:
         return None
     figure = _figure(1.3 + 1.9 * len(shown))
@@ -182,6 +191,24 @@ def steps(summary: Summary, style: Style) -> Figure | None:
     all_axes[-1].set_xlabel("consecutive edits")
     handles = {h.get_label(): h for axes in all_axes for h in axes.get_lines() if h.get_label()[0] != "_"}
     figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=2, handlelength=2.2)
+    return figure
+
+
+def healing(summary: Summary, style: Style) -> Figure | None:
+    """KL while stale tokens are recomputed from left to right."""
+    if not summary.healing:
+        return None
+    figure = _figure(3.4)
+    axes = figure.add_subplot()
+    low = _floor([y for points in summary.healing.values() for _, y in points], summary.noise)
+    for policy, points in summary.healing.items():
+        colour, marker = style[policy]
+        x, y = [100 * p[0] for p in points], [max(p[1], low) for p in points]
+        axes.plot(x, y, color=colour, marker=marker, label=policy)
+    axes.set(yscale="log", xlabel="stale tokens healed, %", ylabel="mean KL, nats per token")
+    _noise_line(axes, summary.noise)
+    _few_ticks(axes)
+    _legend_below(figure, axes)
     return figure
 
 

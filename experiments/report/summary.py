@@ -15,6 +15,7 @@ import numpy as np
 from experiments.records import NOISE, Record
 from experiments.report.columns import (
     differences,
+    healing,
     mean_of,
     recovery_by_distance,
     rotation_columns,
@@ -27,6 +28,7 @@ BIN_LABELS = (
     *(f"{lo}–{hi - 1}" for lo, hi in itertools.pairwise(DISTANCE_BINS)),
     f"{DISTANCE_BINS[-1]}+",
 )
+STATES = ("keys", "values", "attention")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,7 @@ class Summary:
     state_by_layer: dict[str, dict[str, tuple[float, ...]]]  # state -> policy -> error of each layer
     flops_by_cause: dict[str, dict[str, float]]  # policy -> cause -> mean FLOPs
     by_step: dict[str, dict[str, tuple[tuple[int, float], ...]]]  # figure -> policy -> (edits, mean)
+    healing: dict[str, tuple[tuple[float, float], ...]]  # policy -> (healed share, mean KL)
     recovery: dict[str, dict[str, float]]  # policy -> "way, distance" -> margin recovery
     chosen: dict[str, dict[str, int]]  # policy that chooses -> what it chose -> cases
     failures: tuple[tuple[str, str, str], ...]  # case, policy, error
@@ -139,10 +142,11 @@ def summarize(records: Sequence[Record], policies: Sequence[str]) -> Summary:
         by_position={p: _group(of[p], "position") for p in finished},
         by_edit={p: _group(of[p], "edit") for p in finished},
         kl_by_distance={p: _kl_by_distance(of[p]) for p in finished},
-        state_by_distance={s: _states(of, finished, s, "by_distance") for s in ("keys", "values")},
-        state_by_layer={s: _states(of, finished, s, "per_layer") for s in ("keys", "values", "attention")},
+        state_by_distance={s: _states(of, finished, s, "by_distance") for s in STATES},
+        state_by_layer={s: _states(of, finished, s, "per_layer") for s in STATES},
         flops_by_cause={p: _causes(of[p]) for p in finished},
         by_step=steps(of, finished),
+        healing={p: points for p in finished if (points := healing(of[p]))},
         recovery={p: r for p in finished if p != plain and (r := recovery_by_distance(of[p], stale))},
         chosen={p: c for p in finished if (c := _chosen(p, of[p]))},
         failures=tuple((r["case"], r["policy"], r["error"]) for r in failed),
@@ -276,7 +280,7 @@ def _states(
         tables = [
             np.array(r["layers"][state][figure], np.float64)  # None becomes nan
             for r in of[policy]
-            if r["layers"] is not None and r["layers"][state] is not None
+            if r["layers"] and r["layers"][state] and r["layers"][state][figure] is not None
         ]
         rows = [t.mean(axis=0) if t.ndim == 2 else t for t in tables]
         if rows:

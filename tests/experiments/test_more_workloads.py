@@ -139,9 +139,7 @@ def test_words_are_single_tokens_and_too_few_are_an_error() -> None:
     words = speaker.words(5)
     assert [word for word, _ in words] == list("abcde")
     assert [token for _, token in words] == [97, 98, 99, 100, 101]
-    with pytest.raises(
-        ConfigError, match="26 of the workload's words as single tokens"
-    ):
+    with pytest.raises(ConfigError, match="26 of the workload's words as single tokens"):
         speaker.words(99)
 
 
