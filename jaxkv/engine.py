@@ -24,7 +24,14 @@ from jaxkv.cache.sequence import (
     clip,
     frozen,
 )
-from jaxkv.checks import check_count, check_geometry, check_length, check_params, check_tokens
+from jaxkv.checks import (
+    check_count,
+    check_geometry,
+    check_length,
+    check_moves,
+    check_params,
+    check_tokens,
+)
 from jaxkv.errors import ConfigError, HandleError
 from jaxkv.execute import Computed, Materialized, compute, extended, materialize, must_materialize
 from jaxkv.generation import Decoded, Sampling, decode_batch
@@ -195,6 +202,8 @@ class Engine:
         if work.trial is not None:
             return trials.take(work)
         trials.drop()
+        check_length(len(work.tokens), self.config)
+        check_moves(work.spans if work.rotate else (), self.config)
         whole = work.prefix == len(tokens) == len(sequence)
         end = MatchEnd(Cause.COMPLETE if whole else Cause.TOKENS, work.prefix)
         on_grid = min(sequence.grid_length, work.prefix)
