@@ -4,7 +4,7 @@
     python -m experiments.launch --config=configs/calibration.py --config.seed=1 --workdir=runs/held_out
     python -m experiments.calibrate --run=runs/calibration --held_out=runs/held_out
 
-Runtime: about fifteen minutes a run on two cores; the last command takes seconds.
+Runtime: about ten minutes a run on two cores; the last command takes seconds.
 
 Expected: the bound covers about 95% of the edits of the second run, on texts that the first never saw.
 """
@@ -19,10 +19,10 @@ def get_config() -> ml_collections.ConfigDict:
     return defaults(
         name="calibration",
         model="smollm2-135m",
-        context=(800,),
+        context=(700,),
         edits=("delete", "insert", "replace"),
         positions=(0.0, 0.25, 0.5, 0.9),
-        sizes=(8, 64, 240),
+        sizes=(12, 120),
         documents=6,
         continuation=64,
         policies=(
