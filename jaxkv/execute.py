@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, HI, LO, concatenate, slots_of
-from jaxkv.cache.table import StepInput, bucket
+from jaxkv.cache.table import BLOCK_SLOTS, StepInput, bucket
 from jaxkv.memory import Memory
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.params import Params
@@ -18,6 +18,7 @@ from jaxkv.steps import Moves, Pages, relocate, run_step
 from jaxkv.typing import Array, Int32
 
 MOVE_SLOTS = 1024  # slots of one relocation step: bounds its temporaries
+SCATTERED = 4  # rows a page's worth of moved tokens may take, beyond a block, before they are copied together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,13 @@ def move_slots(memory: Memory, source: Int32, target: Int32, delta: Int32) -> No
 
 
 def must_materialize(memory: Memory, segments: Int32, *, form: str, max_deltas: int) -> bool:
-    """Whether moved keys are to be copied: asked for, or more deltas than a table holds."""
-    distinct = np.unique(delta_of(memory.pool, segments, rotate=True))
-    moved = int(np.count_nonzero(distinct))
-    return moved > 0 and (form != "view" or moved >= max_deltas)
+    """Whether moved keys are to be copied: asked for, more deltas than a table holds, or too scattered."""
+    delta = delta_of(memory.pool, segments, rotate=True)
+    moving = segments[delta != 0]
+    if not len(moving):
+        return False
+    distinct = len(np.unique(delta[delta != 0]))
+    tokens = int((moving[:, HI] - moving[:, LO]).sum())
+    whole_pages = -(-tokens // memory.pool.page_size)
+    scattered = len(moving) > SCATTERED * whole_pages + BLOCK_SLOTS // memory.pool.page_size
+    return form != "view" or distinct >= max_deltas or scattered

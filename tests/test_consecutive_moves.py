@@ -14,6 +14,8 @@ from tolerances import tolerance
 
 import jaxkv
 from jaxkv import SCR, Composed
+from jaxkv.cache.sequence import concatenate, slots_of
+from jaxkv.execute import materialize, must_materialize
 
 Engines = Callable[..., jaxkv.Engine]
 Text = Callable[..., np.ndarray]
@@ -116,3 +118,33 @@ def test_a_model_whose_rotations_do_not_compose_is_told_to_recompute(
     assert engine.edit(first, shorter, jaxkv.Exact()).reuse.kind == "exact"
     replaced = np.concatenate([old[:30], text(11, seed=1), old[41:]])
     assert engine.edit(first, replaced, FORMS["view"]).reuse.relocated > 0
+
+
+def test_moved_tokens_that_lie_too_scattered_are_copied_together(make_engine: Engines, text: Text) -> None:
+    """A row costs a table entry, however few tokens it has: past four a page, and a block, they are joined."""
+    engine = make_engine(num_pages=128)
+    sequence = engine.prefill(text(400)).sequence
+    memory = engine._memory
+
+    def rows(count: int, *pieces: tuple[int, int]) -> np.ndarray:
+        """Pieces of `count` pages, slots lo to hi, each one position behind where it was born."""
+        parts = []
+        for lo, hi in pieces:
+            part = sequence.segments[:count].copy()
+            part[:, 1], part[:, 2] = lo, hi
+            part[:, 3] += 1
+            parts.append(part)
+        return concatenate(parts)
+
+    def copied(segments: np.ndarray) -> bool:
+        return must_materialize(memory, segments, form="view", max_deltas=8)
+
+    assert not copied(sequence.segments), "nothing moved"
+    assert not copied(rows(50, (0, 8))), "whole pages"
+    assert not copied(rows(32, (0, 1))), "no more than a block"
+    specks = rows(50, (0, 1), (4, 5))
+    assert copied(specks), "100 rows hold 13 pages' worth: 4 · 13 and a block of 32 are fewer"
+    gathered = materialize(memory, specks)
+    np.testing.assert_array_equal(slots_of(gathered.segments, 8)[0], slots_of(specks, 8)[0])
+    assert not copied(gathered.segments)
+    memory.release(gathered.fresh)
