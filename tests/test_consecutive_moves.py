@@ -121,7 +121,7 @@ def test_a_model_whose_rotations_do_not_compose_is_told_to_recompute(
 
 
 def test_moved_tokens_that_lie_too_scattered_are_copied_together(make_engine: Engines, text: Text) -> None:
-    """A row costs a table entry, however few tokens it has: past four a page, and a block, they are joined."""
+    """A row costs a table entry, however few tokens it has: past four a page and a block they are joined."""
     engine = make_engine(num_pages=128)
     sequence = engine.prefill(text(400)).sequence
     memory = engine._memory
