@@ -101,7 +101,7 @@ class ExperimentConfig:
     chunk_size: int = 512
     num_pages: int = 0  # 0: what the longest case needs
     noise_offset: int = 23  # tokens that shift all chunks of the run that gives the noise floor
-    noise_every: int = 1  # measure the noise floor on every n-th case
+    noise_every: int = 1  # measure the noise floor on every n-th case; 0: never
     layers_every: int = 1  # K, V and attention errors on every n-th case; 0: never
     greedy_tokens: int = 0  # greedy tokens compared with exact; 0: none
     rotation_every: int = 0  # measure what rotation alone costs on every n-th case; 0: never
@@ -171,7 +171,7 @@ _LEAST = {
     "chunk_size": 1,
     "num_pages": 0,
     "noise_offset": 1,
-    "noise_every": 1,
+    "noise_every": 0,
     "layers_every": 0,
     "greedy_tokens": 0,
     "rotation_every": 0,

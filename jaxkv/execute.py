@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cache.sequence import EMPTY_SEGMENTS, HI, LO, concatenate, slots_of
+from jaxkv.cache.sequence import EMPTY_SEGMENTS, HI, LO, concatenate, ends, slots_of, starts
 from jaxkv.cache.table import BLOCK_SLOTS, StepInput, bucket
 from jaxkv.memory import Memory
 from jaxkv.model.config import ModelConfig
@@ -168,7 +168,10 @@ def must_materialize(memory: Memory, segments: Int32, *, form: str, max_deltas: 
     if not len(moving):
         return False
     distinct = len(np.unique(delta[delta != 0]))
-    tokens = int((moving[:, HI] - moving[:, LO]).sum())
-    whole_pages = -(-tokens // memory.pool.page_size)
-    scattered = len(moving) > SCATTERED * whole_pages + BLOCK_SLOTS // memory.pool.page_size
+    # Rows that a copy would take: whole pages, from each run of neighbouring positions on.
+    begins = np.flatnonzero(np.append(True, starts(moving)[1:] != ends(moving)[:-1]))
+    tokens = np.add.reduceat(moving[:, HI] - moving[:, LO], begins)
+    size = memory.pool.page_size
+    gathered = int((-(-tokens // size)).sum())
+    scattered = len(moving) > SCATTERED * gathered + BLOCK_SLOTS // size
     return form != "view" or distinct >= max_deltas or scattered
