@@ -362,7 +362,7 @@ class Engine:
         """What `result`, an edit of `source` under an approximate policy, shows of its own error."""
         for sequence in (source, result.sequence):
             self._require_live(sequence)
-        return read_signals(self._memory, self._params, source, result)
+        return read_signals(self._memory, self._params, source, result)[0]
 
     def estimate(
         self, source: Sequence, result: StepResult, calibration: Calibration | None = None
@@ -380,7 +380,10 @@ class Engine:
         if result.reuse.kind == "exact":
             return Estimate(kl=0.0, bound=0.0)
         found = calibration or load_calibration(self._contract.weights_digest)
-        return found.estimate(self.signals(source, result))
+        for sequence in (source, result.sequence):
+            self._require_live(sequence)
+        signals, flops = read_signals(self._memory, self._params, source, result)
+        return dataclasses.replace(found.estimate(signals), flops=flops)
 
     @_interruptible
     def displace(self, sequence: Sequence, spans: tuple[Span, ...]) -> Sequence:

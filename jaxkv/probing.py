@@ -123,7 +123,7 @@ class Prober:
         # Nobody attends what comes later; a token without KV has nothing to recover a query from.
         asked = (old > int(np.argmax(gone))) & (places.at(old).slots >= 0)
         flops = 0.0
-        self.shapes.add(("mass", bucket(len(places.slots), 256)))
+        self.shapes.add(("mass", bucket(len(places.slots), 256), bucket(int(asked.sum()), 16)))
         for layer in layers_at(depths, self._memory.config):
             mass, cost = attention_mass(
                 self._memory, self._params, places, old[asked], gone, layer=layer, heads="max"
@@ -230,7 +230,7 @@ def attention_mass(
     keys[:, : len(places.slots)] = places.slots, places.stands - places.births, places.stands
     marked = np.zeros(size, np.bool_)
     marked[: len(places.slots)] = counted[places.stands]
-    chunk = max(16, min(512, bucket(max(_PAIRS // size, 1))))
+    chunk = min(max(16, min(512, bucket(max(_PAIRS // size, 1)))), bucket(len(queries), 16))
     asked = places.at(queries)
     for start in range(0, len(queries), chunk):
         part = slice(start, start + chunk)

@@ -20,8 +20,10 @@ DEPTHS = (0.4, 0.8)  # shares of the model's layers at which state is compared
 LAST = 16  # tokens at the end that stand for those who will read the context
 
 
-def read_signals(memory: Memory, params: Params, source: Sequence, result: StepResult) -> Signals:
-    """Signals of `result`, an approximate edit of `source`. Both must be live.
+def read_signals(
+    memory: Memory, params: Params, source: Sequence, result: StepResult
+) -> tuple[Signals, float]:
+    """Signals of `result`, an approximate edit of `source`, and the FLOPs of reading them. Both are live.
 
     Reads K and V of at most 64 recomputed survivors, and attention of at most 32 tokens, at two layers.
     """
@@ -38,28 +40,18 @@ def read_signals(memory: Memory, params: Params, source: Sequence, result: StepR
     key_drift, value_drift = _drift(memory, layers[-1], found, stale, before, after)
     last = np.arange(max(len(tokens) - LAST, 0), len(tokens), dtype=np.int32)
     last = last[after.at(last).slots >= 0]
-    masses = [
-        attention_mass(memory, params, after, last, stale, layer=layer, heads="mean")[0].mean()
-        for layer in layers
-    ]
+    stale_mass, flops = _mean_mass(memory, params, after, last, stale, layers)
     deleted_mass = 0.0
     if gone.any():
         survivors = np.flatnonzero(~gone)[-LAST:].astype(np.int32)
         survivors = survivors[before.at(survivors).slots >= 0]
-        if len(survivors):
-            deleted_mass = float(
-                np.mean(
-                    [
-                        attention_mass(memory, params, before, survivors, gone, layer=n, heads="mean")[0]
-                        for n in layers
-                    ]
-                )
-            )
+        deleted_mass, more = _mean_mass(memory, params, before, survivors, gone, layers)
+        flops += more
     seam = max(result.reuse.seams, default=0)
-    return Signals(
+    signals = Signals(
         key_drift=key_drift,
         value_drift=value_drift,
-        stale_mass=float(np.mean(masses)),
+        stale_mass=stale_mass,
         deleted_mass=deleted_mass,
         sink_stale=bool(stale[:4].any()),
         stale_share=float(stale.mean()),
@@ -68,6 +60,19 @@ def read_signals(memory: Memory, params: Params, source: Sequence, result: StepR
         inserted=int((~kept).sum()),
         length=len(tokens),
     )
+    return signals, flops
+
+
+def _mean_mass(
+    memory: Memory, params: Params, places: Places, queries: Int32, marked: Bool, layers: tuple[int, ...]
+) -> tuple[float, float]:
+    """Attention of `queries` on marked tokens, mean over heads and layers; 0 for none. Also its FLOPs."""
+    if not len(queries):
+        return 0.0, 0.0
+    found = [
+        attention_mass(memory, params, places, queries, marked, layer=layer, heads="mean") for layer in layers
+    ]
+    return float(np.mean([mass for mass, _ in found])), sum(flops for _, flops in found)
 
 
 def _drift(

@@ -36,8 +36,10 @@ class Trials:
         self.drop()
         result = self._engine.edit(self._source, self._tokens, policy)
         self._held = policy, result
-        self._spent += result.reuse.ledger.flops
-        return self._engine.estimate(self._source, result), result.reuse.ledger.flops
+        estimate = self._engine.estimate(self._source, result)
+        flops = result.reuse.ledger.flops + estimate.flops
+        self._spent += flops
+        return estimate, flops
 
     def take(self, work: ReusePlan) -> StepResult:
         """The result of the policy that `work` settles on, named after the policy that chose it."""

@@ -69,6 +69,7 @@ class Estimate:
     kl: float  # expected
     bound: float  # not exceeded by `COVERAGE` of the calibration's edits
     signals: Signals | None = None  # None when the answer is exact
+    flops: float = 0.0  # of reading the signals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
