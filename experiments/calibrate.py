@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from absl import app, flags
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from experiments.records import Record, RunDirectory
+from experiments.report.plots import COLOURS, INK, MARKERS, STYLE
 from jaxkv.errors import ConfigError, JaxkvError
 from jaxkv.reuse import estimate
 from jaxkv.reuse.estimate import COVERAGE, Calibration, Signals, fit
@@ -27,6 +30,8 @@ from jaxkv.reuse.policies.budget import LADDER
 _RUN = flags.DEFINE_string("run", None, "Run directory to fit on.")
 _HELD_OUT = flags.DEFINE_string("held_out", None, "Run directory to judge on.")
 _OUT = flags.DEFINE_string("out", str(Path(estimate.__file__).parent / "calibrations"), "Where to write.")
+
+_PLOT = flags.DEFINE_string("plot", None, "PNG of predicted against measured KL on --held_out.")
 
 BUDGETS = (0.001, 0.003, 0.01, 0.03, 0.1)
 
@@ -125,6 +130,29 @@ def budgets(calibration: Calibration, records: list[Record], ladder: Sequence[st
     return rows
 
 
+def draw(calibration: Calibration, records: list[Record], path: Path) -> None:
+    """Predicted against measured KL, a point an answer; those above the dashed line exceed their bound."""
+    signals, kl, kept = samples(records)
+    predicted = [calibration.estimate(s).kl for s in signals]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.5, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        for number, name in enumerate(dict.fromkeys(r["policy"] for r in kept)):
+            mine = [i for i, r in enumerate(kept) if r["policy"] == name]
+            axes.plot(
+                [predicted[i] for i in mine], [kl[i] for i in mine], ls="", label=name,
+                marker=MARKERS[number % len(MARKERS)], color=COLOURS[1 + number % (len(COLOURS) - 1)],
+                alpha=0.8,
+            )  # fmt: skip
+        ends = np.array([min(*predicted, *kl) / 2, max(*predicted, *kl) * 2])
+        axes.plot(ends, ends, color=INK, lw=0.9)
+        axes.plot(ends, ends * 10**calibration.margin, color=INK, lw=0.9, ls=(0, (4, 3)))
+        axes.set(xscale="log", yscale="log", xlabel="predicted KL, nats", ylabel="measured KL, nats")
+        axes.set(xlim=ends, ylim=ends)
+        figure.legend(loc="outside lower center", ncols=1)
+        figure.savefig(path, dpi=200, facecolor="white")
+
+
 def main(_: Sequence[str]) -> int:
     """Fits, judges, writes; returns the exit code."""
     console = Console()
@@ -142,6 +170,8 @@ def main(_: Sequence[str]) -> int:
             if document["model"]["weights_digest"] != calibration.weights_digest:
                 raise ConfigError("--held_out is a run of other weights, expected those of --run")
             ladder = [str(p) for p in LADDER]
+            if _PLOT.value:
+                draw(calibration, records, Path(_PLOT.value))
             _print(console, judge(calibration, records), budgets(calibration, records, ladder))
         if _OUT.value:
             path = Path(_OUT.value) / f"{calibration.weights_digest[:16]}.json"

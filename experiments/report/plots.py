@@ -22,11 +22,11 @@ from experiments.report.summary import BIN_LABELS, Summary
 INK = "#222222"  # text and axes; the HTML page replaces it by its own text colour
 WIDTH = 4.5  # inches
 # After Okabe and Ito, tones that show on white and on black; markers tell policies apart, too.
-_COLOURS = (
+COLOURS = (
     "#7f7f7f", "#d55e00", "#cc79a7", "#2b8cdb", "#56b4e9", "#009e73",
     "#e69f00", "#8a6fd1", "#b5651d", "#e6457a", "#4c9f38", "#0f9fa8",
 )  # fmt: skip
-_MARKERS = "osv^DPX*<>hp"
+MARKERS = "osv^DPX*<>hp"
 STYLE: Any = {  # matplotlib types its keys one by one
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -53,7 +53,7 @@ Style = Mapping[str, tuple[str, str]]  # policy -> colour, marker
 def draw_all(summary: Summary) -> dict[str, Figure]:
     """Name to figure, in the order of the report; plots without data are left out."""
     style = {
-        row.policy: (_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)])
+        row.policy: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
         for i, row in enumerate(summary.rows)
     }
     makers: dict[str, Callable[[Summary, Style], Figure | None]] = {
@@ -174,7 +174,7 @@ def steps(summary: Summary, style: Style) -> Figure | None:
         low = _floor([y for points in table.values() for _, y in points], math.nan)
         for number, (name, points) in enumerate(table.items()):
             colour = style.get(name.split(" · ")[0], (INK, "o"))[0]
-            marker = _MARKERS[names.index(name) % len(_MARKERS)]
+            marker = MARKERS[names.index(name) % len(MARKERS)]
             x, y = [p[0] for p in points], [max(p[1], low) for p in points]
             under = [p[1] < low for p in points]
             dashes = "-" if number % 2 == 0 else (0, (4, 2))

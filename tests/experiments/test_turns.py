@@ -119,10 +119,16 @@ def test_a_run_with_signals_calibrates_and_another_one_judges(
     from absl import flags
 
     flags.FLAGS.mark_as_parsed()
-    for name, value in (("run", fitted.path), ("held_out", held.path), ("out", tmp_path / "out")):
+    for name, value in (
+        ("run", fitted.path),
+        ("held_out", held.path),
+        ("out", tmp_path / "out"),
+        ("plot", tmp_path / "p.png"),
+    ):
         monkeypatch.setattr(flags.FLAGS, name, str(value))
     assert main([]) == 0
     assert "the bound covers" in capsys.readouterr().out
+    assert (tmp_path / "p.png").stat().st_size > 1000
     (written,) = (tmp_path / "out").iterdir()
     assert written.stem == calibration.weights_digest[:16]
     plain = small(tmp_path / "c", policies="scr", edits="delete", positions=(0.5,), noise_every=0)
