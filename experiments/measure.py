@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.compare import (
+from experiments.figures import (
     Reference,
     compare,
     describe,

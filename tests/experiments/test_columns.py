@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from experiments.compare import Reference, greedy_match, homes, key_change, task_figures
+from experiments.figures import Reference, greedy_match, homes, key_change, task_figures
 from experiments.report.columns import (
     differences,
     margin_recovery,
