@@ -50,23 +50,37 @@ def errors_after(
     return errors, ratios
 
 
+def check_moves(engine: jaxkv.Engine, text: Text, moves: int) -> None:
+    view, _ = errors_after(engine, text, FORMS["view"], moves)
+    assert set(view) == {0.0}
+    copy, _ = errors_after(engine, text, FORMS["copy"], moves)
+    assert max(copy) <= 1.1 * max(copy[:8])
+    composed, _ = errors_after(engine, text, FORMS["composed"], moves)
+    assert composed[-1] > moves**0.5 / 4 * max(copy), "independent roundings add up as a square root"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_40_moves_cost_no_more_than_one(make_engine: Engines, text: Text, dtype: str) -> None:
+    """CASE 25: the view keeps every bit, the copy rounds once, only the control that composes drifts."""
+    engine = make_engine(kv_dtype=dtype, prefix_cache=False, poison_free_pages=False)
+    check_moves(engine, text, 40)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_256_moves_cost_no_more_than_one(make_engine: Engines, text: Text, dtype: str) -> None:
-    """CASE 25: the view keeps every bit, the copy rounds once, only the control that composes drifts."""
-    engine = make_engine(kv_dtype=dtype, prefix_cache=False)
-    view, _ = errors_after(engine, text, FORMS["view"], 256)
-    assert set(view) == {0.0}
-    copy, _ = errors_after(engine, text, FORMS["copy"], 256)
-    assert max(copy) <= 1.1 * max(copy[:8])
-    composed, _ = errors_after(engine, text, FORMS["composed"], 256)
-    assert composed[-1] > 4 * max(copy)
+    """CASE 25, and the gate of the evaluation: K error after 256 moves is at most 1.1 times that of one."""
+    engine = make_engine(kv_dtype=dtype, prefix_cache=False, poison_free_pages=False)
+    check_moves(engine, text, 256)
 
 
 @pytest.mark.parametrize("form", ["view", "copy"])
 def test_yarn_norms_stay_after_any_number_of_moves(make_engine: Engines, text: Text, form: str) -> None:
     """CASE 18."""
     model = make_model(tiny_config(rope=YARN))
-    _, ratios = errors_after(make_engine(model=model, prefix_cache=False), text, FORMS[form], 24)
+    _, ratios = errors_after(
+        make_engine(model=model, prefix_cache=False, poison_free_pages=False), text, FORMS[form], 12
+    )
     assert max(ratios) <= tolerance("key_norm_ratio")
 
 
@@ -123,7 +137,7 @@ def test_moved_tokens_that_lie_too_scattered_are_copied_together(
 ) -> None:
     """A page with one token costs a table entry like any other: past four a page
     and a block they are joined."""
-    engine = make_engine(num_pages=256, prefix_cache=False)
+    engine = make_engine(num_pages=256, prefix_cache=False, poison_free_pages=False)
     tokens, judge = text(100), Judge(decoder)
     sequence, siblings = engine.prefill(tokens[:20]).sequence, []
     for token in tokens[20:]:
