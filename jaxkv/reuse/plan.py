@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxkv.cache.sequence import (
+    EMPTY_SEGMENTS,
     Origin,
     Removed,
     Run,
@@ -61,7 +62,7 @@ class ReusePlan:
     form: Form = "view"
     probe_flops: float = 0.0  # work that found out what to keep
     answers: bool = True  # False: `tokens` stand in for what was requested (`Erratum`)
-    trial: Policy | None = None  # this very plan was executed already, as a trial of that policy
+    trial: Policy | None = None  # nothing is planned: that policy's trial is the answer
 
     @property
     def seams(self) -> tuple[int, ...]:
@@ -175,8 +176,19 @@ def plan(
     edit = make_edit(sequence, new_tokens, policy)
     selection, spent = decide(policy, edit, probe)
     if selection.take is not None:
-        work = plan(selection.take, sequence, new_tokens, grid=grid, probe=probe)
-        return dataclasses.replace(work, policy=str(policy), probe_flops=spent, trial=selection.take)
+        return ReusePlan(
+            policy=str(policy),
+            tokens=new_tokens,
+            prefix=0,
+            segments=EMPTY_SEGMENTS,
+            attended=EMPTY_SEGMENTS,
+            forward=EMPTY_SEGMENTS[:, 0],
+            causes={},
+            provenance=(),
+            matched=0,
+            probe_flops=spent,
+            trial=selection.take,
+        )
     if selection.append is not None and len(selection.append):
         tokens = frozen(np.concatenate([sequence.tokens, selection.append]).astype(np.int32))
         work = plan_extension(sequence, tokens)
