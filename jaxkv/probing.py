@@ -96,7 +96,7 @@ class Prober:
             chunk_size=self._chunk_size,
             config=short,
         )
-        self.shapes |= done.shapes
+        self.shapes |= {(*shape, "cut", layer) for shape in done.shapes}
         self.shapes.add(("changes", bucket(len(positions), 256)))
         try:
             old, where = survivors(edit)
