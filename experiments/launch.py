@@ -3,8 +3,8 @@
 python -m experiments.launch --config=configs/quickstart.py
 python -m experiments.launch --config=configs/quickstart.py --config.context=4096 --workdir=runs/a
 
-Parses flags and calls `experiments.runner.run`. Exit codes: 0 done, 1 failed, 2 bad flags,
-130 interrupted (the same command resumes).
+Parses flags and runs the experiment that the config names, see `experiments.registry`. Exit codes:
+0 done, 1 failed, 2 bad flags, 130 interrupted (the same command resumes).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 def main(_: Sequence[str]) -> int:
     """Runs the experiment that the parsed flags name; returns the exit code."""
     logging.set_verbosity(logging.WARNING)  # JAX and matplotlib tell how they start
-    from experiments import runner
+    from experiments import registry
     from jaxkv.io.compilation import enable_compilation_cache
 
     try:
@@ -36,7 +36,8 @@ def main(_: Sequence[str]) -> int:
         except OSError as error:  # slower, not wrong
             print(f"warning: compiled steps are not kept: {error}", file=sys.stderr)
         given = config_flags.get_override_values(flags.FLAGS["config"])
-        result = runner.run(_CONFIG.value, _WORKDIR.value, given=tuple(given))
+        experiment = registry.find(_CONFIG.value)
+        result = experiment.run(_CONFIG.value, _WORKDIR.value, given=tuple(given))
     except KeyboardInterrupt:
         return 130
     except JaxkvError as error:
@@ -50,10 +51,10 @@ def main(_: Sequence[str]) -> int:
 
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags; a bad one is one sentence on stderr and exit code 2."""
-    from experiments.config import check_keys
+    from experiments import registry
 
     try:
-        check_keys([m[1] for arg in argv[1:] if (m := _OVERRIDE.match(arg))])
+        registry.peek(argv).check_keys([m[1] for arg in argv[1:] if (m := _OVERRIDE.match(arg))])
         rest = flags.FLAGS(argv)
         if len(rest) > 1:
             raise ConfigError(f"argument '{rest[1]}' is unexpected, expected --flags only")

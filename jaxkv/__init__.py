@@ -61,6 +61,8 @@ from jaxkv.reuse.policies import (
     policy_from_name,
 )
 from jaxkv.reuse.probes import Attention, Deviation, Encoded, Trial
+from jaxkv.serving.clock import Clock, ManualClock, WallClock
+from jaxkv.serving.request import Request, RequestMetrics, RequestResult, Round, ServingConfig
 from jaxkv.steps import DecodeInput, Moves, decode, decode_many, prefill, relocate
 
 __version__ = "0.1.0"
@@ -73,6 +75,7 @@ __all__ = [
     "Calibration",
     "CapacityError",
     "Cause",
+    "Clock",
     "Composed",
     "ConfigError",
     "ContractError",
@@ -98,6 +101,7 @@ __all__ = [
     "KVPages",
     "KVState",
     "Ledger",
+    "ManualClock",
     "Match",
     "MatchEnd",
     "Model",
@@ -113,13 +117,18 @@ __all__ = [
     "RelocationError",
     "Removed",
     "Repair",
+    "Request",
+    "RequestMetrics",
+    "RequestResult",
     "Reuse",
     "ReusePlan",
     "RopeConfig",
+    "Round",
     "Run",
     "Sampling",
     "Selection",
     "Sequence",
+    "ServingConfig",
     "Signals",
     "Sinks",
     "Span",
@@ -128,6 +137,7 @@ __all__ = [
     "TokenError",
     "TopDeviation",
     "Trial",
+    "WallClock",
     "build_table",
     "decode",
     "decode_many",

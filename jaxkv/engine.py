@@ -47,6 +47,9 @@ from jaxkv.reuse.estimate import Calibration, Estimate, Signals, load_calibratio
 from jaxkv.reuse.plan import ReusePlan, plan, plan_extension, plan_heal, plan_prompt
 from jaxkv.reuse.policies import Policy
 from jaxkv.schedule import Placement
+from jaxkv.serving.loop import Loop
+from jaxkv.serving.request import Request, RequestResult, Round, ServingConfig
+from jaxkv.serving.worker import Worker
 from jaxkv.signals import read_signals
 from jaxkv.trials import Trials
 from jaxkv.typing import Float32, Int32
@@ -84,6 +87,7 @@ class Engine:
       max_deltas: distinct distances that a view may hold (0 included) before it is materialized.
       prefix_cache: whether exact prefixes are published and matched.
       poison_free_pages: fill free pages with NaN, so that a stray read shows; for tests.
+      serving: limits and clock of `submit`, `step` and `run`.
 
     Raises:
       ConfigError: an argument is out of range.
@@ -101,6 +105,7 @@ class Engine:
         max_deltas: int = 8,
         prefix_cache: bool = True,
         poison_free_pages: bool = False,
+        serving: ServingConfig | None = None,
     ) -> None:
         if not isinstance(model, Model):
             raise ConfigError(f"model is a {type(model).__name__}, expected what jaxkv.load returns")
@@ -134,6 +139,15 @@ class Engine:
             kv_dtype=self._contract.kv_dtype,
             grid=self._grid,
             poison=poison_free_pages,
+        )
+        if serving is not None and not isinstance(serving, ServingConfig):
+            raise ConfigError(f"serving is a {type(serving).__name__}, expected jaxkv.ServingConfig")
+        self._loop = Loop(
+            serving or ServingConfig(),
+            num_pages=num_pages,
+            page_size=page_size,
+            chunk=chunk_size,
+            grid=self._grid,
         )
         self._counters: Counter[str] = Counter()
         self._shapes: set[tuple[Any, ...]] = set()
@@ -218,7 +232,10 @@ class Engine:
         check_length(len(sequence) + len(added), self.config)
         work = plan_extension(sequence, frozen(np.concatenate([sequence.tokens, added])))
         where = MatchEnd(Cause.COMPLETE, len(sequence))
-        return self._apply(work, sequence.contract, where, started, grid_length=sequence.grid_length)
+        # Chunks that begin where whole chunks ended are on the grid too.
+        whole = sequence.grid_length == len(sequence)
+        on_grid = len(work.tokens) if whole else sequence.grid_length
+        return self._apply(work, sequence.contract, where, started, grid_length=on_grid)
 
     def generate(
         self,
@@ -267,25 +284,7 @@ class Engine:
         for sequence in sequences:
             self._require_live(sequence)
             check_length(len(sequence) + max_tokens, self.config)
-        placements: list[Placement] = []
-        claimed: set[int] = set()
-        try:
-            for sequence in sequences:
-                positions = np.arange(max_tokens, dtype=np.int32) + len(sequence)
-                placements.append(self._memory.place(sequence.segments, positions, claimed))
-            decoded = decode_batch(
-                self._memory,
-                self._params,
-                sequences,
-                placements,
-                max_tokens=max_tokens,
-                samplings=samplings,
-                max_deltas=self.max_deltas,
-            )
-            return [self._finish(*each) for each in zip(sequences, placements, decoded, strict=True)]
-        finally:
-            for placement in placements:
-                self._memory.release(placement.fresh)
+        return self._decode(sequences, [max_tokens] * len(sequences), samplings, publish=True)
 
     @_interruptible
     def score(self, sequence: Sequence, continuation: Any) -> Float32:
@@ -417,6 +416,85 @@ class Engine:
             self._require_live(sequence)
         self._memory.release(self._memory.live.pop(sequence.id))
 
+    # ---- many requests: see docs/serving.md ------------------------------------------------------
+
+    def submit(
+        self,
+        tokens: Any,
+        *,
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        domain: str = "default",
+        priority: int = 0,
+        arrival: float | None = None,
+    ) -> Request:
+        """Gives a prompt to the serving loop; `step` and `run` work on it.
+
+        Args:
+          tokens: token ids, n >= 1.
+          max_tokens: tokens to generate at most.
+          sampling: greedy with the model's end tokens when None.
+          domain: isolation domain, as in `prefill`.
+          priority: higher goes first, and may take the pages of a lower one.
+          arrival: seconds on the loop's clock at which the request arrives; now when None.
+
+        Raises:
+          TokenError: as in `prefill`.
+          CapacityError: prompt and generation exceed the model's positions or the whole pool, or
+            `max_waiting` requests wait already.
+          ConfigError: another argument is out of range.
+        """
+        tokens = check_tokens(tokens, self.config)
+        check_length(len(tokens) + check_count("max_tokens", max_tokens), self.config)
+        sampling = Sampling(stop=self.end_tokens) if sampling is None else sampling
+        return self._loop.submit(
+            tokens,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            domain=domain,
+            priority=priority,
+            arrival=arrival,
+        )
+
+    @_interruptible
+    def step(self) -> Round:
+        """One scheduling round: admits, computes parts of prompts, decodes a batch, ends requests."""
+        return self._loop.round(self._worker())
+
+    @_interruptible
+    def run(self) -> list[RequestResult]:
+        """Rounds until every request has ended, those that arrive later included.
+
+        Returns:
+          Results in the order in which requests ended, cancelled ones included.
+        Raises:
+          CapacityError: a request can't get its pages because others than the loop hold them.
+        """
+        return self._loop.run(self._worker())
+
+    @_interruptible
+    def cancel(self, request: Request) -> RequestResult:
+        """Ends a request with what it has and gives back its own pages, nobody else's.
+
+        Raises:
+          HandleError: it has ended, or is not this engine's.
+        """
+        return self._loop.cancel(request, self._worker())
+
+    def _worker(self) -> Worker:
+        return Worker(
+            memory=self._memory,
+            contract=lambda domain: dataclasses.replace(self._contract, tenant=domain),
+            grid=self._grid,
+            reuse=self._prefix_cache,
+            prefill=self.prefill,
+            extend=self.extend,
+            decode=functools.partial(self._decode, publish=False),
+            publish=self._publish,
+            release=self.release,
+            text=self._text,
+        )
+
     def replace_params(self, params: Params, weights_digest: str) -> None:
         """Takes new weights. Everything cached under the old ones is unreachable at once.
 
@@ -447,7 +525,10 @@ class Engine:
             "pages_free": memory.pool.free_count,
             "pages_live": memory.pool.live_count,
             "pages_cached": memory.index.pages,
+            "pages_evicted": memory.evicted,
             "sequences": len(memory.live),
+            "requests": len(self._loop.jobs),
+            "preemptions": self._loop.preemptions,
             "index_nodes": memory.index.nodes,
             "index_tokens": memory.index.tokens,
             "shapes": len(self._shapes),
@@ -544,6 +625,34 @@ class Engine:
         )
         return StepResult(sequence=sequence, logits=result, reuse=reuse)
 
+    def _decode(
+        self, sequences: list[Sequence], limits: list[int], samplings: list[Sampling], *, publish: bool
+    ) -> list[Generation]:
+        """Continues live sequences, each by at most its limit, in one compiled loop."""
+        placements: list[Placement] = []
+        claimed: set[int] = set()
+        try:
+            for sequence, limit in zip(sequences, limits, strict=True):
+                positions = np.arange(limit, dtype=np.int32) + len(sequence)
+                placements.append(self._memory.place(sequence.segments, positions, claimed))
+            decoded = decode_batch(
+                self._memory,
+                self._params,
+                sequences,
+                placements,
+                limits=limits,
+                samplings=samplings,
+                max_deltas=self.max_deltas,
+            )
+            done = [self._finish(*each) for each in zip(sequences, placements, decoded, strict=True)]
+        finally:
+            for placement in placements:
+                self._memory.release(placement.fresh)
+        if publish:
+            for generation in done:
+                self._publish(generation.sequence)
+        return done
+
     def _peek(self, sequence: Sequence, tokens: Int32) -> Computed:
         """Runs tokens behind a sequence without keeping what they wrote.
 
@@ -587,18 +696,18 @@ class Engine:
                 logits=decoded.logits,
             )
         )
-        self._publish(sequence)
         self._counters["generated"] += len(decoded.tokens)
-        tokenizer = self.model.tokenizer
         return Generation(
             tokens=decoded.tokens,
-            # A model's vocabulary may be padded beyond its tokenizer's.
-            text=tokenizer.decode(decoded.tokens[decoded.tokens < tokenizer.vocab_size])
-            if tokenizer
-            else None,
+            text=self._text(decoded.tokens),
             sequence=sequence,
             finish_reason="stop" if decoded.stopped else "length",
         )
+
+    def _text(self, tokens: Int32) -> str | None:
+        tokenizer = self.model.tokenizer
+        # A model's vocabulary may be padded beyond its tokenizer's.
+        return tokenizer.decode(tokens[tokens < tokenizer.vocab_size]) if tokenizer else None
 
     def _publish(self, sequence: Sequence) -> None:
         """Offers what is exact to the prefix index: after the step returned, never before."""

@@ -67,22 +67,26 @@ def decode_batch(
     sequences: list[Sequence],
     placements: list[Placement],
     *,
-    max_tokens: int,
+    limits: list[int],
     samplings: list[Sampling],
     max_deltas: int,
 ) -> list[Decoded]:
-    """Generates up to `max_tokens` for each sequence into the slots of its placement."""
+    """Generates up to its limit for each sequence into the slots of its placement.
+
+    The shapes depend on the batch's bucket alone: a loop ends when all rows have, so a short
+    generation costs no more in the one compiled loop than in one of its own.
+    """
     batch, size = len(sequences), bucket(len(sequences))
     idle = size - batch
-    steps = min(bucket(max_tokens), LOOP_STEPS)
+    steps = LOOP_STEPS
     drop = memory.pool.num_slots
     rows = [(extended(s.table_segments, p), s.rotate) for s, p in zip(sequences, placements, strict=True)]
     nothing = (rows[0][0][:0], True)
     table = for_shape(make_table(memory.pool, rows + [nothing] * idle, max_deltas), 1, max_deltas)
-    rounds = -(-max_tokens // steps)
+    rounds = -(-max(limits) // steps)
     slots = np.full((size, rounds * steps), drop, np.int32)
     for b, placement in enumerate(placements):
-        slots[b, :max_tokens] = placement.slots
+        slots[b, : limits[b]] = placement.slots
     stop = np.full((size, bucket(max(len(s.stop) for s in samplings), 4)), -1, np.int32)
     for b, choice in enumerate(samplings):
         stop[b, : len(choice.stop)] = choice.stop
@@ -98,7 +102,7 @@ def decode_batch(
     )
     logits = jnp.stack([s.logits for s in sequences] + [sequences[0].logits] * idle)
     lengths = np.array([len(s) for s in sequences] + [0] * idle, np.int32)
-    left = np.array([max_tokens] * batch + [0] * idle, np.int32)
+    left = np.array(limits + [0] * idle, np.int32)
     tokens: list[list[Int32]] = [[] for _ in sequences]
     stopped = np.zeros(size, bool)
 

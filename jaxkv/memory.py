@@ -49,6 +49,7 @@ class Memory:
         self.index = PrefixIndex(self.pool, grid=grid)
         self.live: dict[int, Int32] = {}  # held pages of every sequence handed out, by id
         self.interrupted = False  # a call ended by Ctrl-C or the like
+        self.evicted = 0  # pages taken from the index to make room
         self._lost = False
         self._collected: collections.deque[int] = collections.deque()
         self.pages = self._make_pages()
@@ -134,7 +135,9 @@ class Memory:
     def _make_room(self, need: int) -> None:
         missing = need - self.pool.free_count
         if missing > 0:
-            self._freed(self.index.evict(missing))
+            freed = self.index.evict(missing)
+            self.evicted += len(freed)
+            self._freed(freed)
 
     def commit(self, placement: Placement) -> None:
         """Makes the slots that a returned step wrote count."""
@@ -163,7 +166,7 @@ class Memory:
             self._freed(self.pool.release(pages))
 
     def _freed(self, pages: Int32) -> None:
-        if self.poison and len(pages):
+        if self.poison and len(pages) and not any(group.kv.is_deleted() for group in self.pages):
             self.pages = tuple(poison_pages(group, pages) for group in self.pages)
 
     def check(self) -> None:

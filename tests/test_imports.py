@@ -31,6 +31,7 @@ FLOORS = (
         "generation",
         "io",
     ),
+    ("serving",),
     ("engine",),
     ("",),  # the package itself: the public names
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import re
-from importlib import resources
 from typing import Any
 
 import jinja2
@@ -39,7 +38,11 @@ CAPTIONS = {
 def render_page(summary: Summary, document: dict[str, Any], figures: dict[str, Figure]) -> str:
     """The page of one run; `document` is the contents of `config.json`."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("experiments.report", "."),  # page.html includes style.css
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters.update(
         kl=figure,
@@ -54,9 +57,8 @@ def render_page(summary: Summary, document: dict[str, Any], figures: dict[str, F
         relative=relative,
         flops=lambda x: f"{x:.2e}",
     )
-    source = resources.files("experiments.report").joinpath("page.html").read_text("utf-8")
     causes = list(dict.fromkeys(c for row in summary.flops_by_cause.values() for c in row))
-    return environment.from_string(source).render(
+    return environment.get_template("page.html").render(
         answer=answer(summary, document["model"]["name"]),
         summary=summary,
         document=document,

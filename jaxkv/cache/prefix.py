@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,26 @@ class PrefixIndex:
     def reclaimable(self) -> int:
         """Pages that nobody but the index holds: what `evict` can free at most."""
         return int(np.count_nonzero(self._held == self.pool.refcount)) - self.pool.free_count
+
+    def obtainable(self, released: Iterable[Int32], kept: Int32) -> int:
+        """Pages that are free, or would be if others gave back `released` and the index all but `kept`.
+
+        Args:
+          released: references of others, i32[n] each.
+          kept: page ids i32[n] that are not to be counted.
+        """
+        ours = self._held.copy()
+        for pages in released:
+            np.add.at(ours, pages, _ONE)
+        obtainable = ours == self.pool.refcount
+        obtainable[kept] = False
+        return int(np.count_nonzero(obtainable))
+
+    def peek(self, root: bytes, tokens: Int32, *, limit: int) -> tuple[int, Int32]:
+        """Tokens of a prompt i32[n] that `match` would find, and their pages. Pins and ages nothing."""
+        path, end = self._walk(self._roots.get(root), tokens, min(limit, len(tokens)))
+        length = end.position // self.grid * self.grid
+        return length, rows_along(path, length)[:, PAGE]
 
     def match(
         self, root: bytes, tokens: npt.ArrayLike, *, limit: int | None = None, granularity: int = 1

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_cases import ROOT, P, covered, intact, ints, make, publish, write
 
-from jaxkv.cache.prefix import Cause
+from jaxkv.cache.pool import PagePool
+from jaxkv.cache.prefix import Cause, PrefixIndex
 from jaxkv.cache.sequence import FIRST, HI, PAGE
 from jaxkv.errors import ConfigError, ContractError, HandleError, TokenError
 
@@ -295,3 +296,32 @@ def test_match_is_the_longest_common_prefix(
     assert match.length == min(longest, limit) // granularity * granularity
     assert covered(match) == list(range(match.length))
     intact(pool, index, match)
+
+
+def test_peeking_finds_what_match_finds_and_changes_nothing() -> None:
+    pool = PagePool(8, 4)
+    index = PrefixIndex(pool)
+    pages = pool.allocate(np.array([0, 4, 8], np.int32))
+    pool.fill(pages, 4)
+    tokens = np.arange(12, dtype=np.int32)
+    segments = np.array([[page, 0, 4, first] for page, first in zip(pages, (0, 4, 8), strict=True)], np.int32)
+    index.insert(b"a", tokens, segments)
+    pool.release(pages)
+    none = np.zeros(0, np.int32)
+    assert index.obtainable((), none) == 8
+    for root, prompt, limit, expected in (
+        (b"a", tokens, 12, 12),
+        (b"a", tokens, 11, 11),
+        (b"a", np.append(tokens[:6], np.int32(99)), 7, 6),
+        (b"b", tokens, 12, 0),
+    ):
+        before = pool.refcount.copy()
+        length, found = index.peek(root, prompt, limit=limit)
+        np.testing.assert_array_equal(pool.refcount, before)
+        match = index.match(root, prompt, limit=limit)
+        assert length == match.length == expected
+        np.testing.assert_array_equal(found, match.pages)
+        assert index.obtainable((), found) == 8 - len(set(found.tolist()))
+        assert index.obtainable((), none) == 8 - len(set(match.pages.tolist())), "they are pinned"
+        assert index.obtainable([match.pages], none) == 8, "and would not be, if given back"
+        pool.release(match.pages)

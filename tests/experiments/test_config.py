@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import KNOWN_KEYS, QUICK, SMOKE, defaults, resolve
+from experiments.config import QUICK, SMOKE, defaults, resolve
+from experiments.registry import KEY, find, peek
 from experiments.workloads.case import position_label
 from jaxkv.errors import ConfigError
 
@@ -22,12 +23,31 @@ def test_every_config_resolves_documents_itself_and_offers_every_key(path: Path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     config = module.get_config()
-    assert set(config.keys()) == set(KNOWN_KEYS)
-    assert resolve(config).name == path.stem
+    experiment = find(config)
+    assert set(config.keys()) - {KEY} == set(experiment.known_keys) - {KEY}
+    assert experiment.resolve(config).name == path.stem
     for word in ("python -m experiments.launch", "Runtime", "Expected"):
         assert word in module.__doc__
-    config.smoke = True
-    assert resolve(config).model == SMOKE["model"]
+    if "smoke" in config:
+        config.smoke = True
+        assert experiment.resolve(config).model == SMOKE["model"]
+
+
+def test_an_unknown_experiment_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"experiment is 'prefix_tace'.*did you mean 'prefix_trace'"):
+        find({"experiment": "prefix_tace"})
+
+
+@pytest.mark.parametrize("form", [["--config={}"], ["--config", "{}"], ["-config={}"]])
+def test_the_experiment_is_known_before_flags_are_parsed(form: list[str]) -> None:
+    keys = {}
+    for name in ("quickstart", "prefix_trace", "edit_cost"):
+        path = str(CONFIGS[0].parent / f"{name}.py")
+        keys[name] = peek(["launch", *(part.format(path) for part in form), "--config.seed=1"]).known_keys
+    assert "policies" in keys["quickstart"]
+    assert "tenants" in keys["prefix_trace"]
+    assert "prices" in keys["edit_cost"]
+    assert peek(["launch", "--config=no/such.py"]).known_keys == keys["quickstart"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,223 @@
+"""Replays a trace through the serving loop, with the prefix index and without, in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from experiments.fields import begin, refuse_other
+from experiments.records import Record, RunDirectory
+from experiments.report.trace import write_trace_report
+from experiments.subject import load_subject
+from experiments.trace_config import TraceConfig, resolve
+from experiments.workloads.corpus import encode, load_corpus
+from experiments.workloads.prefix_trace import TraceRequest, make_trace, trace_digest
+from jaxkv.engine import Engine
+from jaxkv.errors import ConfigError
+from jaxkv.io.models import Model
+from jaxkv.serving.clock import WallClock
+
+ARMS = ("reuse", "no_reuse")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceResult:
+    """Where the results are, and how many replays there are."""
+
+    path: Path
+    finished: int
+    failed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One point of the axes."""
+
+    order: str
+    num_pages: int
+    eviction: str
+    schedule: str
+
+    @property
+    def id(self) -> str:
+        """Names the cell in records and tables."""
+        return f"{self.order}/{self.num_pages}/{self.eviction}/{self.schedule}"
+
+
+def run(
+    config: Mapping[str, Any], workdir: str | Path | None = None, *, given: Collection[str] = ()
+) -> TraceResult:
+    """Replays the trace in every cell, with reuse and without, writes the report, prints its gist.
+
+    Both replays of a cell run one after the other in this process; a cell of which one is missing is
+    replayed as a whole. The same command resumes.
+
+    Raises:
+      ConfigError: a bad value, or a directory that holds another run.
+      FetchError, FormatError: the model can't be had.
+    """
+    trace = resolve(config, given)
+    directory_path = trace.directory(workdir)
+    out, progress = Console(), Console(stderr=True)
+    with RunDirectory(directory_path) as directory:
+        refuse_other(directory, trace)
+        try:
+            _replay_all(trace, directory, progress)
+        except KeyboardInterrupt:
+            progress.print(
+                f"Interrupted: finished cells are kept in {directory_path}; run the same command to resume.",
+                highlight=False,
+                soft_wrap=True,
+            )
+            raise
+        write_trace_report(directory, trace, out)
+        records = directory.records()
+        finished = len(directory.finished())
+        return TraceResult(path=directory_path, finished=finished, failed=len(records) - finished)
+
+
+def _replay_all(config: TraceConfig, directory: RunDirectory, console: Console) -> None:
+    cells = [
+        Cell(*axes)
+        for axes in itertools.product(config.orders, config.num_pages, config.evictions, config.schedules)
+    ]
+    todo = [c for c in cells if not {(c.id, arm) for arm in ARMS} <= directory.finished()]
+    if not todo:
+        console.print(f"All replays are finished in {directory.path}.", highlight=False)
+        return
+    with console.status("Loading the corpus"):
+        corpus = load_corpus(config.corpus)
+    model = load_subject(config)  # type: ignore[arg-type]  # it reads model, dtype and seed
+    tokens = encode(corpus, model)
+    traces = {order: make_trace(config, tokens, order) for order in config.orders}
+    _require_room(config, model, traces[config.orders[0]])
+    digests = {order: trace_digest(trace) for order, trace in traces.items()}
+    begin(directory, config, corpus, len(tokens), model, traces=digests)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("Replaying", total=len(todo) * len(ARMS) * config.requests)
+        without: dict[tuple[str, int], Record] = {}  # neither eviction nor schedule matters without reuse
+        for pages, group in itertools.groupby(todo, key=lambda c: c.num_pages):
+            bar.update(task, description=f"{pages} pages: compiling")
+            _warm_up(config, model, pages)
+            for cell in group:
+                if not console.is_terminal:
+                    console.print(f"Cell {cell.id}", highlight=False)
+                key = cell.order, cell.num_pages
+                for arm in ARMS:
+                    bar.update(task, description=f"{cell.id}: {arm}")
+                    if arm == "no_reuse" and key in without:
+                        record = without[key]
+                        bar.advance(task, config.requests)
+                    else:
+                        record = {}
+                        for step in _replay(config, model, traces[cell.order], cell, reuse=arm == "reuse"):
+                            if isinstance(step, int):
+                                bar.advance(task, step)
+                            else:
+                                record = step
+                        if arm == "no_reuse":
+                            without[key] = record
+                    where = dataclasses.asdict(cell)
+                    directory.append({"status": "ok", "case": cell.id, "policy": arm, **record, **where})
+        bar.update(task, description="Replayed")
+
+
+def _replay(
+    config: TraceConfig, model: Model, trace: list[TraceRequest], cell: Cell, *, reuse: bool
+) -> Iterator[int | Record]:
+    """Yields how many requests ended as they end, then the record of the replay."""
+    clock = WallClock(skip_idle=True)
+    engine = _engine(config, model, cell.num_pages, reuse, config.serving(cell.schedule, clock=clock))
+    start = clock.now()
+    names = {
+        engine.submit(
+            r.tokens,
+            max_tokens=config.max_tokens,
+            domain=r.tenant,
+            priority=r.priority,
+            arrival=start + r.arrival,
+        ): r
+        for r in trace
+    }
+    requests: list[Record] = []
+    while True:
+        done = engine.step()
+        for result in done.finished:
+            metrics = result.metrics
+            requests.append(
+                {
+                    "id": names[result.request].id,
+                    "tenant": names[result.request].tenant,
+                    "turn": names[result.request].turn,
+                    **metrics.to_dict(),
+                    **{
+                        name: getattr(metrics, name) - start
+                        for name in ("arrival", "admitted", "first_token", "finished")
+                        if not np.isnan(getattr(metrics, name))
+                    },
+                    "output": hashlib.sha256(result.tokens.tobytes()).hexdigest()[:16],
+                }
+            )
+        if done.finished:
+            yield len(done.finished)
+        if done.idle:
+            break
+        if not done.progressed and not done.preempted:
+            clock.wait_until(start + min(r.arrival for q, r in names.items() if q.arrival > clock.now()))
+    stats = engine.stats()
+    yield {
+        "seconds": clock.now() - start - trace[0].arrival,
+        "evicted_pages": stats["pages_evicted"],
+        "preemptions": stats["preemptions"],
+        "requests": sorted(requests, key=lambda r: r["id"]),
+    }
+
+
+def _engine(config: TraceConfig, model: Model, num_pages: int, reuse: bool, serving: Any) -> Engine:
+    # There is one eviction policy so far, so its name is checked by the config and needs no passing on.
+    return Engine(
+        model,
+        num_pages=num_pages,
+        page_size=config.page_size,
+        chunk_size=config.chunk_size,
+        prefix_cache=reuse,
+        serving=serving,
+    )
+
+
+def _warm_up(config: TraceConfig, model: Model, num_pages: int) -> None:
+    """Compiles every step and every batch size that a replay may meet."""
+    engine = _engine(config, model, num_pages, False, config.serving("arrival"))
+    room = num_pages * config.page_size
+    lengths = [n for n in (1, 16, 64, 256, config.chunk_size) if n <= config.chunk_size and n + 8 <= room]
+    for n in lengths:
+        engine.submit(np.arange(n) % model.config.vocab_size, max_tokens=1)
+    engine.run()
+    rows = min(config.max_running, num_pages // (-(-64 // config.page_size)))
+    for row in range(rows):  # they end one after the other
+        engine.submit([row], max_tokens=min(1 + config.decode_steps * row, 32))
+    engine.run()
+
+
+def _require_room(config: TraceConfig, model: Model, trace: list[TraceRequest]) -> None:
+    longest = max(len(r.tokens) for r in trace) + config.max_tokens
+    if longest > model.config.max_positions:
+        raise ConfigError(
+            f"the trace's longest request has {longest} tokens, expected at most the "
+            f"{model.config.max_positions} positions of {model.name}"
+        )
+    need = -(-longest // config.page_size)
+    if need > min(config.num_pages):
+        raise ConfigError(
+            f"config.num_pages holds {min(config.num_pages)}, expected at least the {need} pages that the "
+            f"trace's longest request of {longest} tokens needs"
+        )

@@ -1,0 +1,1 @@
+"""Continuous batching for experiments: `Engine.submit`, `step`, `run`, `cancel`. See docs/serving.md."""
