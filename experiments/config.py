@@ -11,7 +11,9 @@ from typing import Any
 import ml_collections
 
 from experiments.workloads import WORKLOADS
+from experiments.workloads.agent_loop import AGENT_EDITS
 from experiments.workloads.edit_grid import EDITS
+from jaxkv.cache.pages import KV_DTYPES
 from jaxkv.checks import check_geometry
 from jaxkv.errors import ConfigError, nearest
 from jaxkv.reuse.policies import policy_from_name
@@ -32,7 +34,31 @@ SMOKE: dict[str, Any] = {
     "page_size": 16,
     "chunk_size": 16,
     "noise_offset": 7,
+    "moves": (4,),
+    "turns": 2,
+    "items": 2,
+    "distances": (0, 40),
 }
+# What quick=True replaces in the same way: minutes on two cores instead of an hour.
+QUICK: dict[str, Any] = {
+    "context": (1024,),
+    "sizes": (64,),
+    "positions": (0.0, 0.5),
+    "edits": ("delete", "insert", "replace"),
+    "thin": 1,
+    "documents": 1,
+    "greedy_tokens": 16,
+    "continuation": 48,
+    "noise_every": 3,
+    "layers_every": 3,
+    "moves": (16,),
+    "turns": 3,
+    "items": 4,
+    "distances": (0, 250),
+}
+
+
+_DEFAULT_EDITS = ("delete", "insert", "replace")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,16 +71,22 @@ class ExperimentConfig:
     dtype: str = "float32"
     corpus: str = "topics"  # "topics", "stdlib" or the path of a text file
     seed: int = 0
-    smoke: bool = False
+    smoke: bool = False  # a tiny random model, seconds
+    quick: bool = False  # fewer and shorter cases, minutes
 
     context: tuple[int, ...] = (2048,)  # tokens before the edit
-    edits: tuple[str, ...] = ("delete", "insert", "replace")
+    edits: tuple[str, ...] = _DEFAULT_EDITS  # agent_loop: all of its own while this is the default
     positions: tuple[float, ...] = (0.0, 0.25, 0.5, 0.9)  # share of the context before the edit
     sizes: tuple[int, ...] = (200, 16)  # tokens that an edit deletes, inserts or moves
     thin: int = 1  # keep every thin-th cell of the grid, in a checkerboard
     documents: int = 2  # texts, dealt out to the cells in rotation
     continuation: int = 64  # teacher-forced tokens behind the context
     add_bos: bool = False  # start each context with the tokenizer's BOS token
+    turns: int = 6  # edits of an agent_loop conversation
+    moves: tuple[int, ...] = (256,)  # consecutive edits of a drift case
+    items: int = 12  # recall and residue: items at each distance
+    distances: tuple[int, ...] = (0, 250, 1000)  # recall and residue: tokens from a fact to its dependent
+    kv_dtypes: tuple[str, ...] = ("model",)  # drift: dtypes of the pages; "model" is the model's own
 
     policies: tuple[str, ...] = (
         "exact",
@@ -69,9 +101,12 @@ class ExperimentConfig:
     chunk_size: int = 512
     num_pages: int = 0  # 0: what the longest case needs
     noise_offset: int = 23  # tokens that shift all chunks of the run that gives the noise floor
-    noise_every: int = 1  # measure the noise floor on every n-th case
+    noise_every: int = 1  # measure the noise floor on every n-th case; 0: never
     layers_every: int = 1  # K, V and attention errors on every n-th case; 0: never
     greedy_tokens: int = 0  # greedy tokens compared with exact; 0: none
+    rotation_every: int = 0  # measure what rotation alone costs on every n-th case; 0: never
+    heal_steps: int = 0  # heal every answer in so many steps where layers are measured; 0: never
+    signals: bool = False  # record the signals that predict KL, for experiments.calibrate
 
     def __post_init__(self) -> None:
         check_geometry(
@@ -88,8 +123,12 @@ class ExperimentConfig:
                 raise ConfigError(f"config.{name} is empty, expected text")
         if "/" in self.name or self.name.startswith("."):
             raise ConfigError(f"config.name is '{self.name}', expected a plain file name")
+        known = AGENT_EDITS if self.workload == "agent_loop" else EDITS
         for edit in self.edits:
-            _one_of("edits", edit, EDITS)
+            if self.workload in ("edit_grid", "agent_loop") and edit not in _DEFAULT_EDITS:
+                _one_of("edits", edit, known)
+        for dtype in self.kv_dtypes:
+            _one_of("kv_dtypes", dtype, ("model", *KV_DTYPES))
         for position in self.positions:
             if not 0 <= position <= 1:
                 raise ConfigError(f"config.positions holds {position}, expected shares from 0 to 1")
@@ -98,7 +137,7 @@ class ExperimentConfig:
             for x in value if isinstance(value, tuple) else (value,):
                 if x < least:
                     raise ConfigError(f"config.{name} is {x}, expected at least {least}")
-        for name in ("context", "edits", "positions", "sizes", "policies"):
+        for name in ("context", "edits", "positions", "sizes", "policies", "moves", "distances", "kv_dtypes"):
             value = getattr(self, name)
             if not value:
                 raise ConfigError(f"config.{name} is empty, expected at least one value")
@@ -132,9 +171,15 @@ _LEAST = {
     "chunk_size": 1,
     "num_pages": 0,
     "noise_offset": 1,
-    "noise_every": 1,
+    "noise_every": 0,
     "layers_every": 0,
     "greedy_tokens": 0,
+    "rotation_every": 0,
+    "heal_steps": 0,
+    "turns": 1,
+    "moves": 1,
+    "items": 1,
+    "distances": 0,
 }
 KNOWN_KEYS = tuple(f.name for f in dataclasses.fields(ExperimentConfig))
 
@@ -165,16 +210,24 @@ def resolve(config: Mapping[str, Any], given: Collection[str] = ()) -> Experimen
     """
     values = dict(config.items())
     check_keys(values)
-    if values.get("smoke"):
-        values |= {key: value for key, value in SMOKE.items() if key not in given}
+    for name, reduced in (("quick", QUICK), ("smoke", SMOKE)):
+        if values.get(name):
+            values |= {key: value for key, value in reduced.items() if key not in given}
     typed: dict[str, Any] = {}
     for field in dataclasses.fields(ExperimentConfig):
         if field.name in values:
             typed[field.name] = _convert(field.name, str(field.type), values[field.name])
     # The edit under `exact` is what every cost and time is compared with, so it always runs, first.
-    policies = [str(policy_from_name(p)) for p in typed.get("policies", ExperimentConfig.policies)]
+    policies = [_policy_name(p) for p in typed.get("policies", ExperimentConfig.policies)]
+    if values.get("smoke") and "policies" not in given:
+        policies = [p for p in policies if not p.startswith("budget")]  # random weights have no calibration
     typed["policies"] = ("exact", *(p for p in policies if p != "exact"))
     return ExperimentConfig(**typed)
+
+
+def _policy_name(text: str) -> str:
+    """The name under which a policy is recorded. One of the user's own keeps the name that finds it."""
+    return text if ":" in text else str(policy_from_name(text))
 
 
 def typed_values(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:

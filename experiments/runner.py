@@ -102,19 +102,19 @@ def _measure_all(config: ExperimentConfig, directory: RunDirectory, console: Con
     with console.status("Tokenizing the corpus"):
         tokens = encode(corpus, model)
         bos = _bos(config, model)
-        cases = make_cases(config, tokens, bos)
-    _require_positions(config, model)
+        cases = make_cases(config, tokens, bos, model)
+    _require_positions(config, cases, model)
     planned_keys = [key for i, case in enumerate(cases) for key in _keys(config, i, case)]
     document = _document(config, corpus, len(tokens), model, planned_keys)
     if previous is None:
         directory.write_config(document)
     else:
         refuse_changes(directory.path, _identity(previous), _identity(document))
-    _measure(config, directory, model, cases, console)
+    _measure(config, directory, model, cases, corpus.digest[:16], console)
 
 
-def _require_positions(config: ExperimentConfig, model: Model) -> None:
-    longest = max(config.context) + max(config.sizes) + config.continuation + config.greedy_tokens
+def _require_positions(config: ExperimentConfig, cases: list[Case], model: Model) -> None:
+    longest = max(case.longest for case in cases) + config.greedy_tokens
     if longest > model.config.max_positions:
         raise ConfigError(
             f"config.context holds {max(config.context)}, with edit and continuation {longest} tokens, "
@@ -127,8 +127,10 @@ def _measure(
     directory: RunDirectory,
     model: Model,
     cases: list[Case],
+    corpus: str,
     console: Console,
 ) -> None:
+    """`corpus`: its digest, named in every line."""
     finished = directory.finished()
     todo = [
         (index, case, missing)
@@ -139,7 +141,7 @@ def _measure(
     kept = len(finished)
     if kept:
         console.print(f"Resuming: {kept} measurements are there already.", highlight=False)
-    longest = max(max(len(c.old), len(c.new)) + len(c.continuation) for c in cases)
+    longest = max(c.longest for c in cases)
     bench = Bench(model, config, longest + config.greedy_tokens)
     columns = (
         TextColumn("{task.description}"),
@@ -160,7 +162,7 @@ def _measure(
             except Exception as error:
                 # Without the reference nothing of this case can be judged.
                 for policy in missing:
-                    directory.append(failure(case, policy, error))
+                    directory.append({**failure(case, policy, error), "corpus": corpus})
                 progress.advance(task, len(missing) + 1)
                 continue
             progress.advance(task)
@@ -175,7 +177,7 @@ def _measure(
                     )
                 except Exception as error:
                     record = failure(case, policy, error)
-                directory.append(record)
+                directory.append({**record, "corpus": corpus})
                 progress.advance(task)
         progress.update(task, description="Measured")
 

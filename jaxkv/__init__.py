@@ -17,7 +17,7 @@ from jaxkv.cache.match import Cause, Match, MatchEnd
 from jaxkv.cache.pages import KVPages, make_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.cache.sequence import Origin, Run, Sequence
+from jaxkv.cache.sequence import Origin, Removed, Run, Sequence
 from jaxkv.cache.table import GroupInput, PageTable, StepInput, build_table
 from jaxkv.cache.tree import Pin
 from jaxkv.divergence import Divergence, divergence, layer_divergence
@@ -42,21 +42,29 @@ from jaxkv.model.transformer import forward_dense
 from jaxkv.persistence import CacheLoaded, CacheSaved
 from jaxkv.results import Generation, KVState, Reuse, StepResult
 from jaxkv.reuse.diff import Span, diff
+from jaxkv.reuse.estimate import Calibration, Estimate, Signals
 from jaxkv.reuse.ledger import Ledger, prefix_reuse_flops
 from jaxkv.reuse.plan import ReusePlan, plan
 from jaxkv.reuse.policies import (
     SCR,
+    Budget,
+    Composed,
+    Dependents,
     Drop,
     Edit,
+    Erratum,
     Exact,
     FirstK,
     Forget,
     NoRotation,
     Policy,
+    Repair,
     Selection,
     Sinks,
+    TopDeviation,
     policy_from_name,
 )
+from jaxkv.reuse.probes import Attention, Deviation, Encoded, Trial
 from jaxkv.serving.clock import Clock, ManualClock, WallClock
 from jaxkv.serving.request import Request, RequestMetrics, RequestResult, Round, ServingConfig
 from jaxkv.steps import DecodeInput, Moves, decode, decode_many, prefill, relocate
@@ -68,21 +76,30 @@ __all__ = [
     "LRU",
     "SCR",
     "TTL",
+    "Attention",
+    "Budget",
     "CacheContract",
     "CacheLoaded",
     "CacheSaved",
+    "Calibration",
     "CapacityError",
     "Cause",
     "Clock",
+    "Composed",
     "ConfigError",
     "ContractError",
     "CostPerByte",
     "DecodeInput",
+    "Dependents",
+    "Deviation",
     "Divergence",
     "Domain",
     "Drop",
     "Edit",
+    "Encoded",
     "Engine",
+    "Erratum",
+    "Estimate",
     "EvictionPolicy",
     "Exact",
     "FetchError",
@@ -112,6 +129,8 @@ __all__ = [
     "PrefixIndex",
     "Priority",
     "RelocationError",
+    "Removed",
+    "Repair",
     "Request",
     "RequestMetrics",
     "RequestResult",
@@ -124,11 +143,14 @@ __all__ = [
     "Selection",
     "Sequence",
     "ServingConfig",
+    "Signals",
     "Sinks",
     "Span",
     "StepInput",
     "StepResult",
     "TokenError",
+    "TopDeviation",
+    "Trial",
     "WallClock",
     "build_table",
     "decode",

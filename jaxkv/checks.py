@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxkv.cache.sequence import frozen
-from jaxkv.errors import CapacityError, ConfigError, TokenError
+from jaxkv.errors import CapacityError, ConfigError, RelocationError, TokenError
 from jaxkv.model.config import ModelConfig
+from jaxkv.reuse.diff import Span
 from jaxkv.typing import Int32
 
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
@@ -111,6 +113,15 @@ def check_length(length: int, config: ModelConfig) -> None:
     if length > config.max_positions:
         raise CapacityError(
             f"the sequence has {length} tokens, expected at most the model's {config.max_positions} positions"
+        )
+
+
+def check_moves(spans: Iterable[Span], config: ModelConfig) -> None:
+    """Raises RelocationError if a span moves and the model's rotations do not compose."""
+    reason = config.relocation_refused
+    if reason and any(span.delta for span in spans):
+        raise RelocationError(
+            f"keys cannot be moved: {reason}, expected a policy that moves none: jaxkv.Exact()"
         )
 
 

@@ -34,25 +34,32 @@ from jaxkv.checks import (
     check_count,
     check_geometry,
     check_length,
+    check_moves,
     check_params,
     check_tokens,
 )
 from jaxkv.errors import ConfigError, HandleError
 from jaxkv.execute import Computed, Materialized, compute, extended, materialize, must_materialize
 from jaxkv.generation import Decoded, Sampling, decode_batch
+from jaxkv.healing import displace, heal
 from jaxkv.io.models import Model
 from jaxkv.memory import Memory
 from jaxkv.model.backend import Backend
 from jaxkv.model.params import Params
+from jaxkv.probing import Prober
 from jaxkv.readback import read_kv
 from jaxkv.results import Generation, KVState, StepResult, report
-from jaxkv.reuse.plan import ReusePlan, plan, plan_extension, plan_prompt
+from jaxkv.reuse.diff import Span
+from jaxkv.reuse.estimate import Calibration, Estimate, Signals, load_calibration
+from jaxkv.reuse.plan import ReusePlan, plan, plan_extension, plan_heal, plan_prompt
 from jaxkv.reuse.policies import Policy
 from jaxkv.schedule import Placement
 from jaxkv.serving.loop import Loop
 from jaxkv.serving.request import Request, RequestResult, Round, ServingConfig
 from jaxkv.serving.worker import Worker
+from jaxkv.signals import read_signals
 from jaxkv.stats import Stats, domain_stats, engine_stats
+from jaxkv.trials import Trials
 from jaxkv.typing import Float32, Int32
 
 
@@ -222,7 +229,24 @@ class Engine(CacheControl):
         if isinstance(policy, type) or not isinstance(policy, Policy):
             raise ConfigError(f"policy is {policy!r}, expected a policy such as jaxkv.SCR()")
         tokens = check_tokens(new_tokens, self.config)
-        work = plan(policy, sequence, tokens, grid=self._grid)
+        trials = Trials(self, sequence, tokens)
+        prober = Prober(
+            self._memory,
+            self._params,
+            sequence,
+            tokens,
+            chunk_size=self.chunk_size,
+            max_deltas=self.max_deltas,
+            encode=self.model.tokenizer.encode if self.model.tokenizer else None,
+            trial=trials.run,
+        )
+        work = plan(policy, sequence, tokens, grid=self._grid, probe=prober)
+        self._shapes |= prober.shapes
+        if work.trial is not None:
+            return trials.take(work)
+        trials.drop()
+        check_length(len(work.tokens), self.config)
+        check_moves(work.spans if work.rotate else (), self.config)
         whole = work.prefix == len(tokens) == len(sequence)
         end = MatchEnd(Cause.COMPLETE if whole else Cause.TOKENS, work.prefix)
         on_grid = min(sequence.grid_length, work.prefix)
@@ -321,6 +345,90 @@ class Engine(CacheControl):
         """Keys (un-rotated) and values of a sequence, read back to the host in float32."""
         self._require_live(sequence)
         return read_kv(self._memory.pages[0], self._memory.pool, sequence, self.config)
+
+    @interruptible
+    def heal(self, sequence: Sequence, *, tokens: int) -> StepResult:
+        """Recomputes the next `tokens` stale positions of `sequence`, which stays as it was.
+
+        From left to right, so that what is healed is exact: it enters the prefix index, and once nothing
+        is stale the result is an exact sequence, equal to a fresh prefill to rounding, and bit for bit with
+        `reuse_granularity="chunk"`, where whole chunks are healed. For idle time between requests.
+
+        Raises:
+          ConfigError: `tokens` is not a whole number of at least 1.
+          HandleError, CapacityError: as in `edit`.
+        """
+        started = time.perf_counter()
+        self._require_live(sequence)
+        count = check_count("tokens", tokens)
+        work = plan_heal(sequence, count, grid=self._grid)
+        done = heal(
+            self._memory,
+            self._params,
+            sequence,
+            work,
+            grid=self._grid,
+            max_deltas=self.max_deltas,
+            chunk_size=self.chunk_size,
+        )
+        try:
+            made = self._memory.adopt(lambda id: dataclasses.replace(sequence, id=id, **done.changes))
+        finally:
+            self._memory.release(done.fresh)
+        self._publish(made)
+        self._shapes |= done.shapes
+        self._counters["forwarded"] += len(work.forward)
+        reuse = report(
+            work,
+            made,
+            MatchEnd(Cause.COMPLETE, work.prefix),
+            config=self.config,
+            page_size=self._memory.pool.page_size,
+            moved=0,
+            timings={"forward": time.perf_counter() - started},
+            refreshed=not made.exact,
+        )
+        return StepResult(sequence=made, logits=done.changes["logits"], reuse=reuse)
+
+    def signals(self, source: Sequence, result: StepResult) -> Signals:
+        """What `result`, an edit of `source` under an approximate policy, shows of its own error."""
+        for sequence in (source, result.sequence):
+            self._require_live(sequence)
+        return read_signals(self._memory, self._params, source, result)[0]
+
+    def estimate(
+        self, source: Sequence, result: StepResult, calibration: Calibration | None = None
+    ) -> Estimate:
+        """Predicts the KL of `result`, an edit of `source`, before anybody reads it.
+
+        Args:
+          source, result: what was edited, and what `edit` returned.
+          calibration: of these weights; the one that came with jaxkv when None.
+
+        Raises:
+          ConfigError: no calibration is known for these weights.
+          HandleError: one of the two was released.
+        """
+        if result.reuse.kind == "exact":
+            return Estimate(kl=0.0, bound=0.0)
+        found = calibration or load_calibration(self._contract.weights_digest)
+        for sequence in (source, result.sequence):
+            self._require_live(sequence)
+        signals, flops = read_signals(self._memory, self._params, source, result)
+        return dataclasses.replace(found.estimate(signals), flops=flops)
+
+    @interruptible
+    def displace(self, sequence: Sequence, spans: tuple[Span, ...]) -> Sequence:
+        """A control: `sequence`, exact, with spans rotated away and back as a relocation would.
+
+        Its content is exact, so its divergence from `sequence` is what rotation alone costs.
+        """
+        self._require_live(sequence)
+        changes, fresh = displace(self._memory, sequence, spans)
+        try:
+            return self._memory.adopt(lambda id: dataclasses.replace(sequence, id=id, **changes))
+        finally:
+            self._memory.release(fresh)
 
     @interruptible
     def fork(self, sequence: Sequence) -> Sequence:
@@ -502,7 +610,9 @@ class Engine(CacheControl):
             )
             forwarded = time.perf_counter()
             attended = extended(moved.segments, done.placement)
-            segments = extended(work.segments, done.placement)
+            # The composed control forgets the keys as born: the next move starts from its copies.
+            born = moved.segments if work.form == "composed" else work.segments
+            segments = extended(born, done.placement)
             memory.commit(done.placement)
             result = done.logits
             sequence = memory.adopt(

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cache.sequence import EMPTY_SEGMENTS, HI, LO, concatenate, slots_of
-from jaxkv.cache.table import StepInput, bucket
+from jaxkv.cache.sequence import EMPTY_SEGMENTS, HI, LO, concatenate, ends, slots_of, starts
+from jaxkv.cache.table import BLOCK_SLOTS, StepInput, bucket
 from jaxkv.memory import Memory
+from jaxkv.model.config import ModelConfig
 from jaxkv.model.params import Params
 from jaxkv.model.transformer import StepOutput
 from jaxkv.schedule import Placement, coalesce, delta_of, for_shape, make_table, step_input, step_sizes
@@ -17,6 +18,7 @@ from jaxkv.steps import Moves, Pages, relocate, run_step
 from jaxkv.typing import Array, Int32
 
 MOVE_SLOTS = 1024  # slots of one relocation step: bounds its temporaries
+SCATTERED = 4  # rows a page's worth of moved tokens may take, beyond a block, before they are copied together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ def compute(
     write: bool = True,
     logits: str = "last",
     capture: bool = False,
+    config: ModelConfig | None = None,
 ) -> Computed:
     """Computes `tokens` at `positions` (ascending) over what is already there.
 
@@ -72,10 +75,12 @@ def compute(
       chunk_size: tokens of a step.
       write: False only reads: the tokens' KV is there already.
       logits, capture: as in `forward_step`.
+      config: that of `params`, if they are the first layers only; the memory's when None.
 
     Raises:
       CapacityError: not enough pages.
     """
+    config = memory.config if config is None else config
     drop = memory.pool.num_slots
     if write:
         placement = memory.place(segments, positions)
@@ -86,7 +91,7 @@ def compute(
 
     def one(pages: Pages, step: StepInput) -> tuple[Pages, StepOutput]:
         out = run_step(
-            params, pages, step, config=memory.config, logits=logits, capture=capture, backend=memory.backend
+            params, pages, step, config=config, logits=logits, capture=capture, backend=memory.backend
         )
         # The pages belong to the memory alone: the next step takes them.
         return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
@@ -128,21 +133,8 @@ def materialize(memory: Memory, segments: Int32) -> Materialized:
     positions, source = slots_of(moving, memory.pool.page_size)
     deltas = np.repeat(delta[delta != 0], moving[:, HI] - moving[:, LO]).astype(np.int32)
     placement = memory.place(EMPTY_SEGMENTS, positions)
-    drop = memory.pool.num_slots
-
-    def move(pages: Pages, moves: Moves) -> tuple[Pages, None]:
-        return relocate(pages, (moves,), config=memory.config, backend=memory.backend), None
-
     try:
-        for start in range(0, len(positions), MOVE_SLOTS):
-            part = slice(start, start + MOVE_SLOTS)
-            count = len(source[part])
-            padded = np.zeros((3, bucket(count, 64)), np.int32)
-            padded[1] = drop
-            padded[:, :count] = source[part], placement.slots[part], deltas[part]
-            moves = Moves(source=padded[0], target=padded[1], delta=padded[2])
-            memory.run(move, moves)
-        memory.wait(memory.pages)
+        move_slots(memory, source, placement.slots, deltas)
     except BaseException:
         memory.release(placement.fresh)
         raise
@@ -154,8 +146,34 @@ def materialize(memory: Memory, segments: Int32) -> Materialized:
     )
 
 
+def move_slots(memory: Memory, source: Int32, target: Int32, delta: Int32) -> None:
+    """Copies slots, keys rotated by `delta`, i32[n] each, in steps that bound the temporaries."""
+    drop = memory.pool.num_slots
+
+    def move(pages: Pages, moves: Moves) -> tuple[Pages, None]:
+        return relocate(pages, (moves,), config=memory.config, backend=memory.backend), None
+
+    for start in range(0, len(source), MOVE_SLOTS):
+        part = slice(start, start + MOVE_SLOTS)
+        count = len(source[part])
+        padded = np.zeros((3, bucket(count, 64)), np.int32)
+        padded[1] = drop
+        padded[:, :count] = source[part], target[part], delta[part]
+        memory.run(move, Moves(source=padded[0], target=padded[1], delta=padded[2]))
+    memory.wait(memory.pages)
+
+
 def must_materialize(memory: Memory, segments: Int32, *, form: str, max_deltas: int) -> bool:
-    """Whether moved keys are to be copied: asked for, or more deltas than a table holds."""
-    distinct = np.unique(delta_of(memory.pool, segments, rotate=True))
-    moved = int(np.count_nonzero(distinct))
-    return moved > 0 and (form == "copy" or moved >= max_deltas)
+    """Whether moved keys are to be copied: asked for, more deltas than a table holds, or too scattered."""
+    delta = delta_of(memory.pool, segments, rotate=True)
+    moving = segments[delta != 0]
+    if not len(moving):
+        return False
+    distinct = len(np.unique(delta[delta != 0]))
+    # Rows that a copy would take: whole pages, from each run of neighbouring positions on.
+    begins = np.flatnonzero(np.append(True, starts(moving)[1:] != ends(moving)[:-1]))
+    tokens = np.add.reduceat(moving[:, HI] - moving[:, LO], begins)
+    size = memory.pool.page_size
+    gathered = int((-(-tokens // size)).sum())
+    scattered = len(moving) > SCATTERED * gathered + BLOCK_SLOTS // size
+    return form != "view" or distinct >= max_deltas or scattered

@@ -13,7 +13,7 @@ from jaxkv.cache.sequence import Sequence, slots_of
 from jaxkv.model.config import ModelConfig
 from jaxkv.reuse.diff import Span
 from jaxkv.reuse.ledger import Ledger, make_ledger
-from jaxkv.reuse.plan import ReusePlan
+from jaxkv.reuse.plan import LAST, ReusePlan
 from jaxkv.typing import Array, Float32, Int32
 
 
@@ -75,13 +75,18 @@ def report(
     page_size: int,
     moved: int,
     timings: dict[str, float],
+    refreshed: bool = False,
 ) -> Reuse:
-    """What executing `work` reused and cost. `moved` counts tokens whose KV was copied."""
+    """What executing `work` reused and cost. `moved` counts tokens whose KV was copied.
+
+    `refreshed`: the last token's logits were computed again, beside what the plan says.
+    """
     positions, _ = slots_of(sequence.table_segments, page_size)
     # A computed token attends every key that stands at or before its own position.
     causes = {cause: (at, np.searchsorted(positions, at, side="right")) for cause, at in work.causes.items()}
+    last = [len(work.tokens) - 1]
     return Reuse(
-        kind="exact" if sequence.exact else "approximate",
+        kind="exact" if sequence.exact and work.answers else "approximate",
         policy=work.policy,
         prompt=len(work.tokens),
         matched=work.matched,
@@ -96,6 +101,8 @@ def report(
             relocated=work.relocated,
             dropped=work.dropped,
             causes=causes,
+            beyond_prompt={LAST: (last, [len(positions)])} if refreshed else None,
+            probe_flops=work.probe_flops,
             itemsize=jnp.dtype(sequence.contract.kv_dtype).itemsize,
             moved=moved,
         ),

@@ -45,17 +45,34 @@ def answer(summary: Summary, model: str) -> str:
 
 def describe(policy: str) -> str:
     """A policy's name as one says it."""
-    parts = policy.split("|")
-    repairs = [p for p in parts if p.startswith(("first_k", "sinks"))]
-    named = []
-    for part in repairs:
-        count = part.partition("(")[2].rstrip(")")
-        named.append(f"the first {count} {'tokens behind each seam' if part[0] == 'f' else 'sinks'}")
+    repairs = [words for part in policy.split("|") if (words := _repair(part))]
     if repairs:
-        return f"Suffix Cache Reuse that repairs {' and '.join(named)} ({policy})"
+        return f"Suffix Cache Reuse that repairs {' and '.join(repairs)} ({policy})"
     if policy.startswith("scr"):
         return f"Suffix Cache Reuse without repair ({policy})"
+    if policy.startswith("budget"):
+        return f"the policy that climbs until its predicted error fits ({policy})"
     return policy
+
+
+def _repair(part: str) -> str:
+    """What one repair of a policy's name recomputes; "" for anything else."""
+    name, _, arguments = part.rstrip(")").partition("(")
+    values = arguments.split(",")
+    try:
+        if name == "first_k":
+            return f"the first {values[0]} tokens behind each seam"
+        if name == "sinks":
+            return f"the first {values[0]} sinks"
+        if name == "top_deviation":
+            return f"the {float(values[0]):.0%} that deviate most at layer {values[1]}"
+        if name == "dependents":
+            return (
+                f"the first {values[0]} tokens behind each seam and the {values[1]} that attend the edit most"
+            )
+    except (IndexError, ValueError):
+        pass
+    return ""
 
 
 def figure(value: float) -> str:
@@ -90,7 +107,11 @@ def spread(value: float) -> str:
 def _best(summary: Summary) -> PolicyRow | None:
     """The approximate policy of the lowest KL among those that save work; never a control."""
     candidates = [
-        r for r in summary.rows if r.kind == "approximate" and r.policy.split("(")[0] not in CONTROLS
+        r
+        for r in summary.rows
+        if r.kind == "approximate"
+        and r.policy.split("(")[0] not in CONTROLS
+        and "form=composed" not in r.policy
     ]
     # `forget` counts as approximate where it relocates what no deletion touched. It costs about
     # what exact costs, and such a policy doesn't say what reuse buys.

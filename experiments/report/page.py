@@ -24,6 +24,13 @@ CAPTIONS = {
     "close to it have lost most of the past that they attended.",
     "error_by_layer": "Staleness by layer, mean over cases. K and V behind the first seam; "
     "attention outputs of the continuation.",
+    "steps": "Consecutive edits, mean over cases, a line a policy (and dtype of the pages where there are "
+    "several). Keys are compared with what they were when they were computed: the view never rewrites "
+    "them. A hollow mark is 0.",
+    "healing": "Eventually exact: stale tokens are recomputed from left to right, KL on the way; the last "
+    "point is an exact sequence.",
+    "recovery": "Items that exact answers right and the model alone does not. 1 is the margin of exact, 0 "
+    "that of scr without repair; a ratio of sums over items.",
     "first_token": "Wall clock, compilation excluded. Exact reuses the common prefix.",
 }
 
@@ -45,6 +52,8 @@ def render_page(summary: Summary, document: dict[str, Any], figures: dict[str, F
         fixed=lambda x, digits=2: "–" if math.isnan(x) else f"{x:.{digits}f}",
         signed=lambda x: "–" if math.isnan(x) else f"{x:+.2g}",
         times=multiple,
+        plain=lambda x: "–" if math.isnan(x) else f"{x:.3g}",
+        known=lambda rows, name: any(not math.isnan(getattr(r, name)) for r in rows),
         relative=relative,
         flops=lambda x: f"{x:.2e}",
     )

@@ -6,6 +6,7 @@ Narrow on purpose: at the width of a phone the text of a 4.8-inch figure is stil
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +22,11 @@ from experiments.report.summary import BIN_LABELS, Summary
 INK = "#222222"  # text and axes; the HTML page replaces it by its own text colour
 WIDTH = 4.5  # inches
 # After Okabe and Ito, tones that show on white and on black; markers tell policies apart, too.
-_COLOURS = ("#7f7f7f", "#d55e00", "#cc79a7", "#2b8cdb", "#56b4e9", "#009e73", "#e69f00", "#8a6fd1")
-_MARKERS = "osv^DPX*"
+COLOURS = (
+    "#7f7f7f", "#d55e00", "#cc79a7", "#2b8cdb", "#56b4e9", "#009e73",
+    "#e69f00", "#8a6fd1", "#b5651d", "#e6457a", "#4c9f38", "#0f9fa8",
+)  # fmt: skip
+MARKERS = "osv^DPX*<>hp"
 STYLE: Any = {  # matplotlib types its keys one by one
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -49,7 +53,7 @@ Style = Mapping[str, tuple[str, str]]  # policy -> colour, marker
 def draw_all(summary: Summary) -> dict[str, Figure]:
     """Name to figure, in the order of the report; plots without data are left out."""
     style = {
-        row.policy: (_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)])
+        row.policy: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)])
         for i, row in enumerate(summary.rows)
     }
     makers: dict[str, Callable[[Summary, Style], Figure | None]] = {
@@ -57,6 +61,9 @@ def draw_all(summary: Summary) -> dict[str, Figure]:
         "kl_by_position": kl_by_position,
         "error_by_distance": error_by_distance,
         "error_by_layer": error_by_layer,
+        "steps": steps,
+        "healing": healing,
+        "recovery": recovery,
         "first_token": first_token,
     }
     with matplotlib.rc_context(STYLE):
@@ -128,7 +135,7 @@ def error_by_distance(summary: Summary, style: Style) -> Figure | None:
     return _panels(
         summary.state_by_distance,
         style,
-        {"keys": "K, un-rotated", "values": "V"},
+        {"keys": "K, un-rotated", "values": "V", "attention": "attention output"},
         xlabel="tokens behind the seam",
         ticks=BIN_LABELS,
     )
@@ -143,6 +150,87 @@ def error_by_layer(summary: Summary, style: Style) -> Figure | None:
         xlabel="layer",
         ticks=None,
     )
+
+
+def steps(summary: Summary, style: Style) -> Figure | None:
+    """What consecutive edits add up to: KL, and how far keys are from what they were at birth."""
+    titles = {
+        "kl": "KL, nats per token",
+        "key_change": "‖K − K at birth‖ / ‖K at birth‖, un-rotated",
+        "kv_bytes_moved": "KV copied by an edit, bytes",
+    }
+    shown = {key: summary.by_step.get(key, {}) for key in titles}
+    shown = {
+        key: table
+        for key, table in shown.items()
+        if any(len(p) > 1 for p in table.values()) and any(y > 0 for p in table.values() for _, y in p)
+    }
+    if not shown:
+        return None
+    figure = _figure(1.3 + 1.9 * len(shown))
+    all_axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    names = list(dict.fromkeys(name for table in shown.values() for name in table))
+    for axes, (key, table) in zip(all_axes, shown.items(), strict=True):
+        low = _floor([y for points in table.values() for _, y in points], math.nan)
+        for number, (name, points) in enumerate(table.items()):
+            colour = style.get(name.split(" · ")[0], (INK, "o"))[0]
+            marker = MARKERS[names.index(name) % len(MARKERS)]
+            x, y = [p[0] for p in points], [max(p[1], low) for p in points]
+            under = [p[1] < low for p in points]
+            dashes = "-" if number % 2 == 0 else (0, (4, 2))
+            axes.plot(x, y, color=colour, marker=marker, ls=dashes, label=name, alpha=0.95)
+            at = [i for i, hollow in enumerate(under) if hollow]
+            axes.plot([x[i] for i in at], [y[i] for i in at], ls="", marker=marker, color=colour,
+                      mfc="white", ms=7)  # fmt: skip
+        axes.set_yscale("log")
+        axes.set_title(titles[key], loc="left")
+        _few_ticks(axes)
+    all_axes[-1].set_xscale("log", base=2)
+    counts = sorted({x for table in shown.values() for points in table.values() for x, _ in points})
+    all_axes[-1].set_xticks(counts, [str(c) for c in counts])
+    all_axes[-1].set_xlabel("consecutive edits")
+    handles = {h.get_label(): h for axes in all_axes for h in axes.get_lines() if h.get_label()[0] != "_"}
+    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=2, handlelength=2.2)
+    return figure
+
+
+def healing(summary: Summary, style: Style) -> Figure | None:
+    """KL while stale tokens are recomputed from left to right."""
+    if not summary.healing:
+        return None
+    figure = _figure(3.4)
+    axes = figure.add_subplot()
+    low = _floor([y for points in summary.healing.values() for _, y in points], summary.noise)
+    for policy, points in summary.healing.items():
+        colour, marker = style[policy]
+        x, y = [100 * p[0] for p in points], [max(p[1], low) for p in points]
+        axes.plot(x, y, color=colour, marker=marker, label=policy)
+    axes.set(yscale="log", xlabel="stale tokens healed, %", ylabel="mean KL, nats per token")
+    _noise_line(axes, summary.noise)
+    _few_ticks(axes)
+    _legend_below(figure, axes)
+    return figure
+
+
+def recovery(summary: Summary, style: Style) -> Figure | None:
+    """How much of the answer's margin a repair brings back, by dependency distance."""
+    tables = {p: t for p, t in summary.recovery.items() if any(math.isfinite(v) for v in t.values())}
+    if not tables:
+        return None
+    names = sorted({n for t in tables.values() for n in t}, key=_position_order)
+    figure = _figure(3.6)
+    axes = figure.add_subplot()
+    for policy, table in tables.items():
+        colour, marker = style[policy]
+        axes.plot([table.get(n, math.nan) for n in names], color=colour, marker=marker, label=policy)
+    for level in (0, 1):
+        axes.axhline(level, color=INK, lw=0.8, ls=(0, (4, 3)), alpha=0.6)
+    axes.set_xticks(range(len(names)), names)
+    axes.set(
+        ylabel="margin recovery: 0 = scr, 1 = exact", xlabel="tokens from the change to what depends on it"
+    )
+    _legend_below(figure, axes)
+    return figure
 
 
 def first_token(summary: Summary, style: Style) -> Figure | None:
@@ -252,6 +340,8 @@ def _real(values: Sequence[float]) -> Any:
 
 
 def _position_order(name: str) -> float:
-    if name == "head":
-        return -1.0
-    return 1000.0 if name == "end" else float(name.rstrip("%"))
+    """Head, shares of the context, the end; other labels by the number in them."""
+    if name in ("head", "end"):
+        return -1.0 if name == "head" else 1e9
+    number = re.search(r"[0-9.]+", name)
+    return float(number[0]) if number else 0.0

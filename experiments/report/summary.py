@@ -13,12 +13,22 @@ from typing import Any
 import numpy as np
 
 from experiments.records import NOISE, Record
+from experiments.report.columns import (
+    differences,
+    healing,
+    mean_of,
+    recovery_by_distance,
+    rotation_columns,
+    steps,
+    task_columns,
+)
 from jaxkv.divergence import DISTANCE_BINS, bootstrap_interval, by_distance, standard_error
 
 BIN_LABELS = (
     *(f"{lo}–{hi - 1}" for lo, hi in itertools.pairwise(DISTANCE_BINS)),
     f"{DISTANCE_BINS[-1]}+",
 )
+STATES = ("keys", "values", "attention")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +69,29 @@ class PolicyRow:
     forward_ms: float
     speedup: float  # all milliseconds of exact / all of the policy, same cases, same run
     greedy_identical: float  # share of cases whose greedy text equals that of exact; nan if not run
+    greedy_match: float  # tokens before greedy text first differs, mean over cases
+    noise_multiple_nll: float  # |delta_nll| / that of the noise floor
+    rotation_kl: float  # KL that rotating exact KV causes, on the cases where it was measured
+    staleness_kl: float  # kl − rotation_kl on the same cases
+    delta_nll_low: float  # 95% bootstrap interval over cases of the paired difference to exact
+    delta_nll_high: float
+    top1_loss: float  # top-1 agreement lost against exact in the same run, paired
+    top1_loss_low: float
+    top1_loss_high: float
+    kl_gain: float  # KL of plain scr − KL of this policy, paired over cases; nan without scr
+    kl_gain_low: float
+    kl_gain_high: float
+    items: int  # task items that count: exact answers right, the model alone does not
+    right: float  # share of them that the policy answers right
+    says_stale: float  # share of them answered with what was true before the edit
+    flip_rate: float  # share of them answered otherwise than exact does
+    margin_recovery: float  # Σ(margin − scr's) / Σ(exact's − scr's) over them
+    margin_recovery_low: float  # 95% bootstrap interval over items
+    margin_recovery_high: float
+    residue_rank: float  # mean rank of a deleted secret among candidates, minus that under exact
+    residue_logprob: float  # its log-probability, minus that under exact, nats
+    residue_said: float  # share of deleted secrets that are said
+    twin_kl: float  # KL between the answers of two pasts of the same text, nats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +108,10 @@ class Summary:
     state_by_distance: dict[str, dict[str, tuple[float, ...]]]  # state -> policy -> error in each bin
     state_by_layer: dict[str, dict[str, tuple[float, ...]]]  # state -> policy -> error of each layer
     flops_by_cause: dict[str, dict[str, float]]  # policy -> cause -> mean FLOPs
+    by_step: dict[str, dict[str, tuple[tuple[int, float], ...]]]  # figure -> policy -> (edits, mean)
+    healing: dict[str, tuple[tuple[float, float], ...]]  # policy -> (healed share, mean KL)
+    recovery: dict[str, dict[str, float]]  # policy -> "way, distance" -> margin recovery
+    chosen: dict[str, dict[str, int]]  # policy that chooses -> what it chose -> cases
     failures: tuple[tuple[str, str, str], ...]  # case, policy, error
 
     def row(self, policy: str) -> PolicyRow | None:
@@ -91,17 +128,27 @@ def summarize(records: Sequence[Record], policies: Sequence[str]) -> Summary:
     of = {policy: [r for r in done if r["policy"] == policy] for policy in policies}
     failed = [r for r in records if r["status"] != "ok"]
     finished = [policy for policy in policies if of[policy]]
+    plain = next((p for p in finished if p.split("(")[0] == "scr" and "|" not in p), "")
+    stale = {r["case"]: r for r in of.get(plain, [])}
+    nll = [abs(r["divergence"]["delta_nll"] or 0.0) for r in done if r["policy"] == NOISE]
+    floors = floor, float(np.mean(nll)) if nll else math.nan
     return Summary(
-        rows=tuple(_row(p, of[p], exact, floor, sum(r["policy"] == p for r in failed)) for p in finished),
+        rows=tuple(
+            _row(p, of[p], exact, stale, floors, sum(r["policy"] == p for r in failed)) for p in finished
+        ),
         noise=floor,
         noise_se=standard_error(noise),
         noise_cases=len(noise),
         by_position={p: _group(of[p], "position") for p in finished},
         by_edit={p: _group(of[p], "edit") for p in finished},
         kl_by_distance={p: _kl_by_distance(of[p]) for p in finished},
-        state_by_distance={s: _states(of, finished, s, "by_distance") for s in ("keys", "values")},
-        state_by_layer={s: _states(of, finished, s, "per_layer") for s in ("keys", "values", "attention")},
+        state_by_distance={s: _states(of, finished, s, "by_distance") for s in STATES},
+        state_by_layer={s: _states(of, finished, s, "per_layer") for s in STATES},
         flops_by_cause={p: _causes(of[p]) for p in finished},
+        by_step=steps(of, finished),
+        healing={p: points for p in finished if (points := healing(of[p]))},
+        recovery={p: r for p in finished if p != plain and (r := recovery_by_distance(of[p], stale))},
+        chosen={p: c for p in finished if (c := _chosen(p, of[p]))},
         failures=tuple((r["case"], r["policy"], r["error"]) for r in failed),
     )
 
@@ -119,8 +166,15 @@ def to_csv(summary: Summary) -> str:
 
 
 def _row(
-    policy: str, records: list[Record], exact: dict[str, Record], floor: float, failed: int
+    policy: str,
+    records: list[Record],
+    exact: dict[str, Record],
+    stale: dict[str, Record],
+    floors: tuple[float, float],
+    failed: int,
 ) -> PolicyRow:
+    floor, nll_floor = floors
+
     def values(*path: str) -> Any:
         return np.array([_at(r, path) for r in records], np.float64)
 
@@ -152,7 +206,7 @@ def _row(
         delta_nll_se=standard_error(delta),
         perplexity_ratio=math.exp(min(float(delta.mean()), 700.0)),
         cosine=float(values("divergence", "logit_cosine").mean()),
-        **{
+        **{  # type: ignore[arg-type]
             name: float(values("reuse", name).mean())
             for name in ("prompt", "matched", "relocated", "forwarded", "dropped")
         },
@@ -160,13 +214,27 @@ def _row(
         flops_relative=_ratio((a["flops"], b["flops"]) for a, b in paired),
         ttft_ms=float(ttft.mean()),
         ttft_se=standard_error(ttft),
-        **{
+        **{  # type: ignore[arg-type]
             f"{part}_ms": float(np.mean([r["timings_ms"].get(part, 0.0) for r in records]))
             for part in ("plan", "relocate", "forward")
         },
         speedup=_ratio((b["timings_ms"]["first_token"], a["timings_ms"]["first_token"]) for a, b in paired),
         greedy_identical=float(np.mean(greedy)) if greedy else math.nan,
+        greedy_match=mean_of(r["greedy"].get("match") for r in records if r["greedy"]),
+        noise_multiple_nll=abs(float(delta.mean())) / nll_floor if nll_floor > 0 else math.nan,
+        **differences(records, exact, stale),
+        **rotation_columns(records),
+        **task_columns(records, stale),
     )
+
+
+def _chosen(policy: str, records: list[Record]) -> dict[str, int]:
+    """How often a policy that chooses chose what."""
+    names = [r.get("chosen", policy) for r in records]
+    if all(name == policy for name in names):
+        return {}
+    parts = [name.partition(": ")[2] or "exact" for name in names]
+    return {name: parts.count(name) for name in dict.fromkeys(parts)}
 
 
 def _at(record: Record, path: tuple[str, ...]) -> float:
@@ -212,7 +280,7 @@ def _states(
         tables = [
             np.array(r["layers"][state][figure], np.float64)  # None becomes nan
             for r in of[policy]
-            if r["layers"] is not None and r["layers"][state] is not None
+            if r["layers"] and r["layers"][state] and r["layers"][state][figure] is not None
         ]
         rows = [t.mean(axis=0) if t.ndim == 2 else t for t in tables]
         if rows:

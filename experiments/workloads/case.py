@@ -9,6 +9,28 @@ import numpy as np
 from jaxkv.typing import Int32
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the text behind the context asks, if it asks something; the last token is the answer.
+
+    A `recall` item counts if exact gives `answer` and the model does not without its context.
+    """
+
+    kind: str  # "recall", or "residue": a deleted secret is asked for
+    answer: int  # token id: of recall the true one, of residue the one that was deleted
+    stale: int | None = None  # token id that was true before the edit
+    candidates: tuple[int, ...] = ()  # token ids among which a residue is ranked
+    distance: int = 0  # tokens between what changed and what depends on it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Turn:
+    """An edit on the way to a case's last one."""
+
+    new: Int32  # i32[m]
+    continuation: Int32  # i32[T], scored behind it; empty when the turn is passed without measuring
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
     """Old and new tokens, and the teacher-forced continuation that both share."""
@@ -23,6 +45,20 @@ class Case:
     new: Int32  # i32[m]
     continuation: Int32  # i32[T], the true text behind the context
     seams: tuple[int, ...]  # positions in `new` where the old text goes on behind a change
+    before: tuple[Turn, ...] = ()  # edits between `old` and `new`: the state passes through each
+    kv_dtype: str = ""  # of the pages; the model's when empty
+    task: Task | None = None
+    twin: Int32 | None = None  # i32[n], another past of the same `new`: what does an answer tell of it?
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """All edits, the last one included."""
+        return (*self.before, Turn(new=self.new, continuation=self.continuation))
+
+    @property
+    def longest(self) -> int:
+        """Tokens that any of its sequences holds at once, continuation included."""
+        return max(len(self.old), *(len(t.new) + len(t.continuation) for t in self.turns))
 
     def distances(self, positions: Int32) -> Int32:
         """Tokens from the nearest seam at or before each position, i32[n]; -1 before the first."""

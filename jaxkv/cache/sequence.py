@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,21 @@ class Origin(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
+class Removed:
+    """A span that an edit deleted. It says which by a digest: the text itself is not kept."""
+
+    start: int  # where it stood, in the sequence that was edited
+    length: int  # tokens
+    digest: str  # first 16 hex digits of the SHA-256 of its tokens as little-endian int32
+
+    @classmethod
+    def of(cls, tokens: Int32, start: int, end: int) -> Removed:
+        """The removal of tokens[start:end]."""
+        raw = np.ascontiguousarray(tokens[start:end], "<i4").tobytes()
+        return cls(start, end - start, hashlib.sha256(raw).hexdigest()[:16])
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """Tokens start..end-1 share one origin; `delta` is how far a relocated run was moved, in positions."""
 
@@ -39,6 +56,7 @@ class Run:
     end: int
     origin: Origin
     delta: int = 0
+    influences: tuple[Removed, ...] = ()  # deleted spans that the run's KV attended, directly or not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +111,16 @@ class Sequence:
             return self.segments[:, PAGE]
         return np.concatenate([self.segments[:, PAGE], self.copies[:, PAGE]])
 
+    @property
+    def influences(self) -> tuple[Removed, ...]:
+        """Deleted spans that any of this sequence's KV still reflects; none once it is exact."""
+        return union(run.influences for run in self.provenance)
+
     def continued(self, end: int) -> tuple[Run, ...]:
         """Provenance once tokens computed on top of this sequence extend it to `end`."""
         origin = Origin.EXACT if self.exact else Origin.ON_APPROXIMATE
-        return merge_runs([*self.provenance, Run(len(self.tokens), end, origin)])
+        added = Run(len(self.tokens), end, origin, influences=self.influences)
+        return merge_runs([*self.provenance, added])
 
     def exact_prefix(self, limit: int | None = None) -> ExactPrefix:
         """The leading tokens (at most `limit`) that are exact and so may be shared."""
@@ -155,14 +179,19 @@ def slots_of(segments: Int32, page_size: int) -> tuple[Int32, Int32]:
     return positions, (segments[row, PAGE] * page_size + offset).astype(np.int32)
 
 
+def union(influences: Iterable[tuple[Removed, ...]]) -> tuple[Removed, ...]:
+    """All removals named, each once, in order of first mention."""
+    return tuple(dict.fromkeys(removed for each in influences for removed in each))
+
+
 def merge_runs(runs: list[Run]) -> tuple[Run, ...]:
-    """Joins neighbours of equal origin and delta; empty runs vanish."""
+    """Joins neighbours that differ in place only; empty runs vanish."""
     merged: list[Run] = []
     for run in runs:
         if run.start >= run.end:
             continue
         last = merged[-1] if merged else None
-        if last and last.end == run.start and (last.origin, last.delta) == (run.origin, run.delta):
+        if last and run == dataclasses.replace(last, start=run.start, end=run.end) and last.end == run.start:
             merged[-1] = dataclasses.replace(last, end=run.end)
         else:
             merged.append(run)

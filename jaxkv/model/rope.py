@@ -90,4 +90,6 @@ def rotate(x: Array, cos: Array, sin: Array, *, magnitude: float = 1.0) -> Array
     if magnitude != 1.0:
         cos, sin = cos * magnitude, sin * magnitude
     parts = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
-    return jnp.concatenate([*parts, rest] if rest.shape[-1] else parts, -1)
+    if rest.shape[-1]:  # a query that is rotated once a delta has as many copies of what passes through
+        parts.append(jnp.broadcast_to(rest, (*parts[0].shape[:-1], rest.shape[-1])))
+    return jnp.concatenate(parts, -1)

@@ -113,6 +113,7 @@ def make_ledger(
     causes: Mapping[str, Work],
     dropped: int = 0,
     beyond_prompt: Mapping[str, Work] | None = None,
+    probe_flops: float = 0.0,
     itemsize: int = 4,
     moved: int = 0,
 ) -> Ledger:
@@ -127,6 +128,7 @@ def make_ledger(
         that are computed; no position in two causes, and none twice.
       dropped: prompt tokens that get no KV.
       beyond_prompt: the same for work that is not on prompt tokens, such as generated ones.
+      probe_flops: FLOPs of finding out what to reuse; the cause `probe` if there are any.
       itemsize: bytes of one stored K or V element.
       moved: tokens whose KV is copied to other slots.
     Returns:
@@ -155,6 +157,8 @@ def make_ledger(
         if cause in causes:
             counts[cause] = at.size
             seen.append(at)
+    if probe_flops:
+        flops["probe"] = flops.get("probe", 0.0) + probe_flops
     forwarded = sum(counts.values())
     if seen and (repeated := forwarded - np.unique(np.concatenate(seen)).size):
         raise ConfigError(f"causes repeat {repeated} positions, expected each position in one cause")

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxkv.cache.sequence import (
+    EMPTY_SEGMENTS,
     Origin,
+    Removed,
     Run,
     Sequence,
     clip,
     clip_runs,
     concatenate,
+    frozen,
     merge_runs,
     shift,
+    union,
 )
+from jaxkv.errors import ConfigError
 from jaxkv.reuse.diff import Span, diff
-from jaxkv.reuse.policies import Edit, Form, Policy
+from jaxkv.reuse.policies import Edit, Form, Policy, Selection
+from jaxkv.reuse.probes import Probe
 from jaxkv.typing import Bool, Int32
+
+# Answers a probe on an edit: the evidence, and the FLOPs it cost.
+Prober: TypeAlias = Callable[[Edit, Probe], tuple[Any, float]]
 
 INSERTED = "inserted"
 LAST = "last"  # computed only because its logits are wanted
+HEALED = "healed"
 _MATCHED, _COMPUTED, _DROPPED = -1, -2, -3
 
 
@@ -48,6 +60,9 @@ class ReusePlan:
     aligned: bool = False  # nothing approximate is kept, and computing starts on the chunk grid
     rotate: bool = True
     form: Form = "view"
+    probe_flops: float = 0.0  # work that found out what to keep
+    answers: bool = True  # False: `tokens` stand in for what was requested (`Erratum`)
+    trial: Policy | None = None  # nothing is planned: that policy's trial is the answer
 
     @property
     def seams(self) -> tuple[int, ...]:
@@ -108,10 +123,39 @@ def make_edit(sequence: Sequence, new_tokens: Int32, policy: Policy) -> Edit:
         new_length=len(new_tokens),
         prefix=prefix,
         survivors=found,
+        old_tokens=sequence.tokens,
+        tokens=new_tokens,
     )
 
 
-def plan(policy: Policy, sequence: Sequence, new_tokens: Int32, *, grid: int = 1) -> ReusePlan:
+def decide(policy: Policy, edit: Edit, probe: Prober | None) -> tuple[Selection, float]:
+    """Asks `policy` until it answers, running the probes that it wants. Returns also their FLOPs.
+
+    Raises:
+      ConfigError: it wants a probe and there is nobody to run one, or wants the same one twice.
+    """
+    spent = 0.0
+    while (ask := (selection := policy.select(edit)).ask) is not None:
+        if probe is None:
+            raise ConfigError(
+                f"policy '{policy}' asks for {ask}, expected a policy that needs no device: use Engine.edit"
+            )
+        if ask in edit.evidence:
+            raise ConfigError(f"policy '{policy}' asks for {ask} again, expected it to use the answer")
+        answer, flops = probe(edit, ask)
+        spent += flops
+        edit = dataclasses.replace(edit, evidence={**edit.evidence, ask: answer})
+    return selection, spent
+
+
+def plan(
+    policy: Policy,
+    sequence: Sequence,
+    new_tokens: Int32,
+    *,
+    grid: int = 1,
+    probe: Prober | None = None,
+) -> ReusePlan:
     """Applies `policy` to the edit that turns `sequence` into `new_tokens`.
 
     Every position of the new sequence is exactly one of matched (in the common prefix), relocated (in a
@@ -126,10 +170,31 @@ def plan(policy: Policy, sequence: Sequence, new_tokens: Int32, *, grid: int = 1
       sequence: the cached sequence.
       new_tokens: i32[n], n >= 1, validated.
       grid: exact reuse ends on multiples of this (chunk granularity).
+      probe: runs what the policy asks of the device; None for policies that ask nothing.
     """
     length = len(new_tokens)
     edit = make_edit(sequence, new_tokens, policy)
-    selection = policy.select(edit)
+    selection, spent = decide(policy, edit, probe)
+    if selection.take is not None:
+        return ReusePlan(
+            policy=str(policy),
+            tokens=new_tokens,
+            prefix=0,
+            segments=EMPTY_SEGMENTS,
+            attended=EMPTY_SEGMENTS,
+            forward=EMPTY_SEGMENTS[:, 0],
+            causes={},
+            provenance=(),
+            matched=0,
+            probe_flops=spent,
+            trial=selection.take,
+        )
+    if selection.append is not None and len(selection.append):
+        tokens = frozen(np.concatenate([sequence.tokens, selection.append]).astype(np.int32))
+        work = plan_extension(sequence, tokens)
+        return dataclasses.replace(work, policy=str(policy), probe_flops=spent, answers=False)
+    if selection.exact:
+        edit = dataclasses.replace(edit, prefix=min(edit.prefix, sequence.exact_length))
     # Whatever is kept is exact: then the work is that of the exact policy, chunk grid included.
     exact = not (selection.keep or selection.drop) and edit.prefix <= sequence.exact_length
     if exact and grid > 1:
@@ -166,13 +231,21 @@ def plan(policy: Policy, sequence: Sequence, new_tokens: Int32, *, grid: int = 1
             fate[-1] = _COMPUTED
 
     moved: list[Int32] = []
+    removed = [Removed.of(sequence.tokens, *gap) for gap in _intervals(edit.deleted, 0, edit.old_length)]
     runs = [r for r in clip_runs(sequence.provenance, 0, edit.prefix) if r.origin is not Origin.DROPPED]
     for number, span in enumerate(selection.keep):
         for start, end in _intervals(fate == number, span.new, span.new + span.length):
             source = start - span.delta, end - span.delta
             moved.append(shift(clip(sequence.segments, *source), span.delta))
+            seen = tuple(gap for gap in removed if gap.start < source[0])
             runs += [
-                Run(r.start + span.delta, r.end + span.delta, Origin.RELOCATED, r.delta + span.delta)
+                Run(
+                    r.start + span.delta,
+                    r.end + span.delta,
+                    Origin.RELOCATED,
+                    r.delta + span.delta,
+                    union([r.influences, seen]),
+                )
                 for r in clip_runs(sequence.provenance, *source)
             ]
     approximate = (fate >= 0) | (fate == _DROPPED)
@@ -192,15 +265,69 @@ def plan(policy: Policy, sequence: Sequence, new_tokens: Int32, *, grid: int = 1
         spans=selection.keep,
         forward=forward if not last_matched else np.append(forward, np.int32(length - 1)),
         causes=causes,
-        provenance=merge_runs(sorted(runs, key=lambda r: r.start)),
+        provenance=merge_runs(_influenced(sorted(runs, key=lambda r: r.start))),
         matched=int((fate == _MATCHED).sum()) - last_matched,
         relocated=int((fate >= 0).sum()),
         dropped=int((fate == _DROPPED).sum()),
         write=not last_matched,
         aligned=exact,
-        rotate=selection.rotate and (sequence.rotate or policy.exact),
+        rotate=selection.rotate and (sequence.rotate or policy.exact or selection.exact),
         form=selection.form,
+        probe_flops=spent,
     )
+
+
+def plan_heal(sequence: Sequence, tokens: int, *, grid: int = 1) -> ReusePlan:
+    """Recomputes the next `tokens` positions that are not exact, from left to right; none if all are.
+
+    What is exact is always a prefix, so what is computed next is exact too, and everything behind it
+    is kept as it stands. On a grid whole chunks are computed, from the last one that was: then a
+    healed sequence has the very bits of a fresh one. The last position is not computed unless it is
+    its turn: its logits are refreshed by whoever executes this.
+
+    Args:
+      sequence: the one to heal.
+      tokens: positions to heal at most, at least 1; rounded up to the grid.
+      grid: as in `plan`.
+    """
+    length = len(sequence)
+    start = sequence.exact_length
+    if grid > 1 and not sequence.exact:
+        start = min(start, sequence.grid_length) // grid * grid
+    end = sequence.exact_length + tokens
+    end = min(-(-end // grid) * grid, length)
+    forward = np.arange(start, end, dtype=np.int32)
+    rest = clip_runs(sequence.provenance, end, length)
+    dropped = sum(r.end - r.start for r in rest if r.origin is Origin.DROPPED)
+    return ReusePlan(
+        policy="heal",
+        tokens=sequence.tokens,
+        prefix=start,
+        segments=concatenate([clip(sequence.segments, 0, start), clip(sequence.segments, end, length)]),
+        attended=concatenate(
+            [clip(sequence.table_segments, 0, start), clip(sequence.table_segments, end, length)]
+        ),
+        forward=forward,
+        causes={HEALED: forward},
+        provenance=merge_runs([Run(0, end, Origin.EXACT), *rest]),
+        matched=start,
+        relocated=length - end - dropped,
+        dropped=dropped,
+        aligned=True,
+        rotate=sequence.rotate or end == length,
+    )
+
+
+def _influenced(runs: list[Run]) -> list[Run]:
+    """Runs in order of position; what was computed reflects all that what it attended reflects."""
+    seen: tuple[Removed, ...] = ()
+    result = []
+    for run in runs:
+        if run.origin is Origin.ON_APPROXIMATE and run.start < run.end:
+            run = dataclasses.replace(run, influences=union([run.influences, seen]))
+        seen = union([seen, run.influences])
+        result.append(run)
+    return result
 
 
 def _kept(prefix: int, spans: tuple[Span, ...]) -> list[tuple[int, int, int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import SMOKE, defaults, resolve
+from experiments.config import QUICK, SMOKE, defaults, resolve
 from experiments.registry import KEY, find, peek
 from experiments.workloads.case import position_label
 from jaxkv.errors import ConfigError
@@ -87,6 +87,16 @@ def test_smoke_replaces_what_the_user_did_not_set() -> None:
     kept = resolve(values, given=("context", "model"))
     assert (kept.context, kept.model) == ((700,), "m")
     assert kept.sizes == SMOKE["sizes"]
+
+
+def test_quick_replaces_too_and_smoke_beats_it() -> None:
+    values = defaults(quick=True, sizes=(7,), policies="scr,budget(0.1)")
+    assert resolve(values, given=("sizes",)).sizes == (7,)
+    assert resolve(values).sizes == QUICK["sizes"]
+    assert resolve(values).policies[-1] == "budget(0.1)"
+    both = resolve({**values, "smoke": True})
+    assert both.context == SMOKE["context"]
+    assert both.policies == ("exact", "scr"), "random weights have no calibration"
 
 
 def test_digest_depends_on_every_value() -> None:

@@ -11,23 +11,39 @@ from hypothesis import strategies as st
 
 from jaxkv.errors import ConfigError
 from jaxkv.reuse.diff import Span
+from jaxkv.reuse.plan import decide
 from jaxkv.reuse.policies import (
     SCR,
+    Budget,
+    Composed,
+    Dependents,
     Drop,
     Edit,
+    Erratum,
     Exact,
     FirstK,
     Forget,
     NoRotation,
     Policy,
     Sinks,
+    TopDeviation,
     policy_from_name,
 )
+from jaxkv.reuse.probes import Attention, Deviation, Encoded, Trial
 
-repairs = st.lists(st.one_of(st.integers(1, 99).map(FirstK), st.integers(1, 99).map(Sinks)), max_size=3)
+shares = st.floats(1e-6, 1.0, exclude_min=True).map(lambda x: float(f"{x:.6g}"))
+repairs = st.lists(
+    st.one_of(
+        st.integers(1, 99).map(FirstK),
+        st.integers(1, 99).map(Sinks),
+        st.builds(TopDeviation, shares, st.integers(1, 40)),
+        st.builds(Dependents, st.integers(0, 99), st.integers(1, 99)),
+    ),
+    max_size=3,
+)
 scrs = st.builds(
     SCR,
-    form=st.sampled_from(["view", "copy"]),
+    form=st.sampled_from(["view", "copy", "composed"]),
     max_spans=st.integers(1, 9),
     min_span=st.integers(1, 99),
     tail=st.integers(0, 99),
@@ -36,7 +52,8 @@ scrs = st.builds(
 policies = st.one_of(
     scrs,
     repairs.filter(len).map(lambda r: r[0]),
-    st.sampled_from([Exact(), Drop(), Forget(), NoRotation(), SCR()]),
+    st.sampled_from([Exact(), Drop(), Forget(), NoRotation(), Composed(), SCR(), Erratum(), Erratum(8)]),
+    shares.map(Budget),
 )
 
 
@@ -44,6 +61,7 @@ policies = st.one_of(
 def test_a_policys_name_reads_back_as_itself(policy: Policy) -> None:
     again = policy_from_name(str(policy))
     assert again == policy
+    assert hash(again) == hash(policy)
     assert str(again) == str(policy)
     assert isinstance(policy, Policy)
 
@@ -70,6 +88,13 @@ def test_the_control_with_arguments_reads_back_as_itself(policy: SCR) -> None:
         ("scr|first_k(8)|sinks(2)", SCR() | FirstK(8) | Sinks(2)),
         ("first_k(8)|sinks(2)", SCR() | FirstK(8) | Sinks(2)),
         ("no_rotation | first_k", NoRotation() | FirstK()),
+        ("top_deviation", TopDeviation(0.15, 1)),
+        ("scr|top_deviation(0.3)|sinks", SCR() | TopDeviation(0.3) | Sinks()),
+        ("top_deviation(1,layer=2)", TopDeviation(1, 2)),
+        ("dependents(most=8)", Dependents(32, 8)),
+        ("erratum(quote=8)", Erratum(8)),
+        ("budget(1e-05)", Budget(1e-5)),
+        ("scr(form=composed)", Composed()),
     ],
 )
 def test_names(name: str, policy: Policy) -> None:
@@ -100,6 +125,16 @@ def test_names(name: str, policy: Policy) -> None:
         ("first_k(0)", "first_k is 0"),
         ("sinks(0)", "sinks is 0"),
         ("exact(3)", "arguments"),
+        ("top_deviation(0)", "ratio is 0"),
+        ("top_deviation(1.5)", "ratio is 1.5"),
+        ("top_deviation(0.1,0)", "layer is 0"),
+        ("top_deviation(0.1,1.5)", "layer is 1.5"),
+        ("dependents(-1)", "window is -1"),
+        ("dependents(1,0)", "most is 0"),
+        ("budget(0)", "eps is 0"),
+        ("budget(x)", "numbers"),
+        ("scr|budget", "does not combine"),
+        ("scr|erratum", "does not combine"),
         ("no_rotation(3)", "3"),
     ],
 )
@@ -189,6 +224,114 @@ def test_forget_keeps_nothing_at_or_behind_the_first_deleted_token(data: Any) ->
         )
     if not deleted:
         assert Forget().select(edit).keep == SCR().select(edit).keep
+
+
+def asked(policy: Policy, edit: Edit, **answers: Any) -> tuple[Any, list[Any]]:
+    """The selection of a policy whose probes are answered by kind, and what it asked for."""
+    questions = []
+
+    def probe(_: Edit, ask: Any) -> tuple[Any, float]:
+        questions.append(ask)
+        return answers[type(ask).__name__.lower()], 1.0
+
+    selection, spent = decide(policy, edit, probe)
+    assert spent == len(questions)
+    return selection, questions
+
+
+def test_top_deviation_asks_for_its_layer_and_takes_the_largest_share() -> None:
+    deviation = np.full(380, np.nan, np.float32)
+    deviation[10:80] = deviation[130:330] = 0.0
+    deviation[[12, 79, 200, 329]] = 4.0, 3.0, 5.0, 1.0
+    selection, questions = asked(TopDeviation(4 / 270, 3), EDIT, deviation=deviation)
+    assert questions == [Deviation(3)]
+    causes = {cause: at.tolist() for cause, at in selection.recompute}
+    assert causes["top_deviation"] == [200, 12, 79, 329]
+    assert asked(TopDeviation(), edit_of(3, 3, 3), deviation=deviation)[1] == []
+
+
+def test_dependents_takes_a_window_and_who_attends_most() -> None:
+    mass = np.zeros(380, np.float32)
+    mass[[10, 40, 300, 90]] = 9.0, 0.5, 0.8, 9.0  # 10 is in the window, 90 is not kept
+    selection, questions = asked(SCR() | Dependents(4, 2), EDIT, attention=mass)
+    assert questions == [Attention()]
+    causes = {cause: at.tolist() for cause, at in selection.recompute}
+    assert causes["dependents"] == [10, 11, 12, 13, 130, 131, 132, 133, 300, 40]
+    inserted = edit_of(10, 80, 90, (10, 20, 70))
+    assert asked(SCR() | Dependents(4, 2), inserted)[1] == [], "nothing was deleted"
+
+
+def test_a_budget_tries_its_rungs_in_order() -> None:
+    class Bound:
+        def __init__(self, bound: float) -> None:
+            self.bound = bound
+
+    ladder = (SCR(), SCR() | FirstK(8))
+    for bound, chosen, count in ((0.01, ladder[0], 1), (0.02, None, 2)):
+        selection, questions = asked(Budget(0.01, ladder), EDIT, trial=Bound(bound))
+        assert [q.policy for q in questions] == list(ladder[:count])
+        assert selection.take == chosen
+        assert selection.exact == (chosen is None)
+    with pytest.raises(ConfigError, match="no budget in it"):
+        Budget(0.01, (Budget(),))
+    assert Trial(SCR()) == Trial(SCR())
+
+
+def worded(edit: Edit) -> list[Any]:
+    """An erratum's message: its texts, and its runs of tokens."""
+    heard: dict[int, str] = {}
+
+    def probe(_: Edit, ask: Any) -> tuple[Any, float]:
+        heard[-1 - len(heard)] = ask.text
+        return np.array([-len(heard)], np.int32), 0.0
+
+    selection, _ = decide(Erratum(), edit, probe)
+    return [heard.get(int(t), int(t)) for t in selection.append]
+
+
+def text_edit(old: str, new: str, prefix: int, *spans: tuple[int, int, int]) -> Edit:
+    import dataclasses
+
+    codes = {n: np.array([ord(c) for c in t], np.int32) for n, t in (("old_tokens", old), ("tokens", new))}
+    return dataclasses.replace(edit_of(prefix, len(old), len(new), *spans), **codes)
+
+
+def spoken(edit: Edit) -> str:
+    return "".join(x if isinstance(x, str) else chr(x) for x in worded(edit))
+
+
+def test_an_erratum_says_what_went_and_what_came() -> None:
+    assert spoken(text_edit("abcdXYefgh", "abcdZefgh", 4, (6, 5, 4))) == (
+        '\n\nCorrection: the passage "XY" above is out of date, it now reads "Z".\n\n'
+    )
+    assert spoken(text_edit("abcdXYefgh", "abcdefgh", 4, (6, 4, 4))) == (
+        '\n\nCorrection: the passage "XY" above was removed, disregard it.\n\n'
+    )
+    assert spoken(text_edit("abcdefgh", "abcdZefgh", 4, (4, 5, 4))) == (
+        '\n\nCorrection: after "abcd" above, add "Z".\n\n'
+    )
+    assert spoken(text_edit("XYabcd", "abcd", 0, (2, 0, 4))).count("XY") == 1
+    long = "abcd" + "".join(chr(200 + i) for i in range(60)) + "efgh"
+    said = spoken(text_edit(long, "abcdefgh", 4, (64, 4, 4)))
+    assert " ... " in said
+    assert chr(200) + chr(201) in said
+    assert chr(259) in said
+    assert chr(230) not in said
+    same, questions = asked(Erratum(), text_edit("abcdefgh", "efghabcd", 0, (4, 0, 4), (0, 4, 4)))
+    assert (same.append, same.keep, questions) == (None, (), [])
+
+
+def test_a_policy_may_not_ask_what_it_was_told_and_a_plan_needs_somebody_to_ask() -> None:
+    class Forgetful(SCR):
+        def select(self, edit: Edit) -> Any:  # noqa: ARG002
+            from jaxkv.reuse.policies import Selection
+
+            return Selection(ask=Encoded("x"))
+
+    with pytest.raises(ConfigError, match="again, expected it to use the answer"):
+        decide(Forgetful(), EDIT, lambda *_: (0, 0.0))
+    with pytest.raises(ConfigError, match=r"expected a policy that needs no device"):
+        decide(SCR() | TopDeviation(), EDIT, None)
 
 
 def test_selections_are_inside_the_new_sequence_and_sorted() -> None:

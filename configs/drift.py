@@ -1,0 +1,31 @@
+"""Up to 256 consecutive edits move the same span. Does error add up?
+
+    python -m experiments.launch --config=configs/drift.py
+
+Runtime: about twenty minutes on two cores, with `--config.quick=True` (16 edits) three minutes.
+
+Expected: in view form keys are never rewritten, so their change against birth is 0 after any number of
+edits; the copy form starts from the keys as born and stays at one rounding; `scr(form=composed)`, which
+rotates its last copy again, drifts in bfloat16 and, less, in float32. KL grows with staleness alone, as
+every edit recomputes the span's tail on top of a stale past.
+"""
+
+import ml_collections
+
+from experiments.config import defaults
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Every key can be overridden, see `experiments/config.py`."""
+    return defaults(
+        name="drift",
+        workload="drift",
+        model="smollm2-135m",
+        context=(512,),
+        documents=1,
+        moves=(256,),
+        kv_dtypes=("float32", "bfloat16"),
+        policies=("exact", "scr", "scr(form=copy)", "scr(form=composed)"),
+        noise_every=1,
+        layers_every=0,
+    )
