@@ -1,0 +1,26 @@
+"""How fast is a model served: prompts, decoding, edits, start-up, against limits and peers of the same run?
+
+    python -m experiments.launch --config=configs/serving.py
+    python -m experiments.launch --config=configs/serving.py --config.peer_gguf=SmolLM2-135M-Instruct.Q4_1.gguf \
+        --config.peers=transformers-float32,llama.cpp-float32 --config.peer_python=path/to/python
+
+Runtime: ten to fifteen minutes on two cores, most of it compilation on the first run; peers double it. With
+`--config.smoke=True` (random weights, no download) under a minute.
+
+Every repeat runs all systems one after the other, so that what the machine does meanwhile hits each of them.
+Medians are printed, with ratios to the peers and to the rates of a matrix product, of one row times the
+weights and of a copy, measured in the same run.
+
+Expected on two cores without AMX or AVX-512: prompts at half to two thirds of the matrix product's rate and
+faster than transformers; decoding of one sequence at two thirds of the rate at which weights are read;
+an edit under scr ten times and more faster to its first token than an exact one.
+"""
+
+import ml_collections
+
+from experiments.speed.config import defaults
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Every key can be overridden, see `experiments/speed/config.py`."""
+    return defaults(name="serving", model="smollm2-135m")
