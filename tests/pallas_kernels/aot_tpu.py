@@ -60,7 +60,7 @@ def program(
     length: int = 1,
     deltas: int = 1,
     entries: int = 256,
-    rows: int = 4096,
+    rows: int = 16_384,
     count: int = 64,
     window: int | None = None,
     soft_cap: float | None = None,
