@@ -8,6 +8,7 @@ time that a memory-bound kernel has to spare. The parts of a context are joined 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -163,10 +164,12 @@ def _partial(
     layout = plgpu.Layout.WGMMA
     by_row, by_column = layout.reduce(1), layout.reduce(0)
 
-    def body(q_ref, kv_ref, code_ref, count_ref, page_ref, where_ref, rows_ref, *refs,
-             q_s, ring, where_s, rows_s, peak_s, total_s, started, filled,
-             wide_s=None, scales_s=None):  # fmt: skip
-        *scales_ref, out_ref, peak_ref, total_ref = refs
+    def body(
+        *refs: Any, q_s: Any, ring: Any, where_s: Any, rows_s: Any, peak_s: Any, total_s: Any, started: Any,
+        filled: Any, wide_s: Any = None, scales_s: Any = None,
+    ) -> None:  # fmt: skip
+        q_ref, kv_ref, code_ref, count_ref, page_ref, where_ref, rows_ref, *others = refs
+        *scales_ref, out_ref, peak_ref, total_ref = others
         kv_s, out_s = ring  # the outputs leave through the same bytes, when the last tile has been read
         part, head, b = lax.axis_index("part"), lax.axis_index("head"), lax.axis_index("batch")
         count = count_ref[b, 0, 0]
@@ -192,11 +195,14 @@ def _partial(
                     source = source.at[pl.ds(lax.rem(start, page_size), box)]
                 plgpu.copy_gmem_to_smem(source, kv_s.at[slot, pl.ds(j * box, box)], filled.at[slot])
 
+        def start_fetch(i: Array) -> None:
+            fetch(i, *find(i))
+
         for r in range(deltas):
             plgpu.copy_gmem_to_smem(q_ref.at[b, r, head], q_s.at[pl.ds(r * rows, rows)], started)
         plgpu.copy_gmem_to_smem(rows_ref.at[b], rows_s, started)
         for i in range(stages):
-            pl.when(begin + i < end)(lambda i=i: fetch(begin + i, *find(begin + i)))
+            pl.when(begin + i < end)(functools.partial(start_fetch, begin + i))
         plgpu.barrier_wait(started)
         position = lax.broadcast_in_dim(common.load(rows_s, by_row), (common.ROWS, tile), [0])
 

@@ -8,6 +8,7 @@ holes and cuts of a relocated table cost what they hold.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -105,8 +106,9 @@ def _kernel(
     by_row, by_column = layout.reduce(1), layout.reduce(0)
     square = (common.ROWS, tile)
 
-    def body(q_ref, kv_ref, code_ref, count_ref, page_ref, where_ref, rows_ref, out_ref,
-             q_s, kv_s, where_s, rows_s, q_ready, filled, freed, cleaned):  # fmt: skip
+    def body(*refs: Any) -> None:
+        q_ref, kv_ref, code_ref, count_ref, page_ref, where_ref, rows_ref, out_ref, *scratch = refs
+        q_s, kv_s, where_s, rows_s, q_ready, filled, freed, cleaned = scratch
         head, b = lax.axis_index("head"), lax.axis_index("batch")
         # Late groups see more keys and start first: no long block is left for the end.
         group = rows // ROWS - 1 - lax.axis_index("group")
@@ -114,7 +116,7 @@ def _kernel(
         count, unmasked = count_ref[b, group, 0], count_ref[b, group, 1]
 
         @pl.when(warpgroup == WARPGROUPS)
-        def _fetch_all():
+        def _fetch_all() -> None:
             plgpu.set_max_registers(40, action="decrease")
 
             def fetch(i: Array) -> None:
@@ -134,11 +136,11 @@ def _kernel(
                 fetch(i)
 
             for i in range(stages):
-                pl.when(i < count)(lambda i=i: fetch(jnp.int32(i)))
+                pl.when(i < count)(functools.partial(fetch, jnp.int32(i)))
             lax.fori_loop(stages, jnp.maximum(count, stages), refill, None)
 
         @pl.when(warpgroup < WARPGROUPS)
-        def _compute():
+        def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
             queries, ready = q_s.at[warpgroup], q_ready.at[warpgroup]
             row = group * ROWS + warpgroup * common.ROWS
@@ -179,9 +181,9 @@ def _kernel(
                 if masked:
                     # One warpgroup clears what nobody may read, both wait for it.
                     @pl.when((code & 1) == 1)
-                    def _():
+                    def clear() -> None:
                         @pl.when(warpgroup == 0)
-                        def _():
+                        def clear_all() -> None:
                             common.clear_unreadable(kv_s.at[slot], where_s.at[slot], head_dim)
                             plgpu.barrier_arrive(cleaned.at[slot])
 

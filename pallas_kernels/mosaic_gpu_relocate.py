@@ -96,7 +96,8 @@ def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpre
     swizzle = next(s for s in (128, 64, 32) if half * itemsize % s == 0)
     layout = plgpu.Layout.WGMMA
 
-    def body(pages_ref, moves_ref, angles_ref, low_s, high_s, rest_s, angles_s, filled):  # type: ignore[no-untyped-def]
+    def body(*refs: Any) -> None:
+        pages_ref, moves_ref, angles_ref, low_s, high_s, rest_s, angles_s, filled = refs
         block = lax.axis_index("block")
         mine = (units - block + blocks - 1) // blocks
 
@@ -140,7 +141,7 @@ def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpre
             plgpu.commit_smem()
 
             @pl.when(target >= 0)
-            def _() -> None:
+            def write() -> None:
                 for buffer, (start, n) in pieces(slot):
                     plgpu.copy_smem_to_gmem(buffer, pages_ref.at[rows(target, part), pl.ds(start, n)])
 
@@ -148,7 +149,7 @@ def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpre
             pl.when(i + STAGES < mine)(lambda: fetch(i + STAGES))
 
         for i in range(STAGES):
-            pl.when(i < mine)(lambda i=i: fetch(jnp.int32(i)))
+            pl.when(i < mine)(functools.partial(fetch, jnp.int32(i)))
         lax.fori_loop(0, mine, turn, None)
         plgpu.wait_smem_to_gmem(0)
 

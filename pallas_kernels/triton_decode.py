@@ -125,8 +125,9 @@ def _partial(
     batch, kv_heads, _, rows, head_dim = q.shape
     page_size = kv.shape[2]
 
-    def body(q_ref, page_ref, first_ref, lo_ref, hi_ref, delta_ref, last_ref, tiles_ref, kv_ref,
-             out_ref, peak_ref, total_ref):  # type: ignore[no-untyped-def]  # fmt: skip
+    def body(*refs: Any) -> None:
+        q_ref, page_ref, first_ref, lo_ref, hi_ref, delta_ref, last_ref, tiles_ref, kv_ref, *out_refs = refs
+        out_ref, peak_ref, total_ref = out_refs
         b, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         here, count = last_ref[b], tiles_ref[b]
         columns = jnp.arange(head_dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -121,7 +122,7 @@ def torch_attention(problem: Problem, platform: str) -> tuple[Callable[[], Any],
     if len(set(problem.case.context)) > 1:
         raise Skipped("torch is measured over contiguous keys of one length")
     try:
-        import torch
+        torch = importlib.import_module("torch")
     except ImportError as error:
         raise Skipped("torch is not installed") from error
     case, table = problem.case, problem.table

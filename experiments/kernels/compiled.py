@@ -65,7 +65,7 @@ def compile_for(chip: str, function: Any, shapes: list[Any], donate: tuple[int, 
         topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
     else:
         topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    device = topology.devices[0]
+    device: Any = topology.devices[0]
     sharding = SingleDeviceSharding(device)
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
     kind = device.device_kind if tpu else "NVIDIA H200"
@@ -97,7 +97,7 @@ def arguments_of(case: dict[str, Any]) -> tuple[Any, list[Any], tuple[int, ...]]
     batch, length, context = case["batch"], case["length"], case["context"]
     entries, block = context // size, 256 // size
     table = ((batch, entries), jnp.int32)
-    shapes = [((batch, 1, length, heads, group, head_dim), jnp.float32)]
+    shapes: list[Any] = [((batch, 1, length, heads, group, head_dim), jnp.float32)]
     shapes += [((batch * entries, heads, size, 2 * head_dim), dtype), *[table] * 4]
     shapes += [((batch, entries // block), jnp.int32), ((batch, length), jnp.int32)]
     function = functools.partial(pallas_kernels.paged_attention, implementation=case["implementation"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from experiments.kernels.config import KernelsConfig
 from pallas_kernels import shapes
@@ -39,10 +40,10 @@ class Moves:
 def attention_cases(config: KernelsConfig) -> list[shapes.Case]:
     """Decode shapes, then prefill shapes, those with more KV than `max_gib` left out."""
     size, deltas = config.page_size[0], config.deltas[0]
-    at = {"batch": config.vary_batch, "context": config.vary_context}
+    at: dict[str, Any] = {"batch": config.vary_batch, "context": config.vary_context}
     cases = []
     for heads in config.heads:
-        common = {"heads": heads, "dtype": config.dtype}
+        common: dict[str, Any] = {"heads": heads, "dtype": config.dtype}
         for batch in config.batch:
             cases += [
                 shapes.benchmark_case(**common, batch=batch, context=context, page_size=size, deltas=deltas)
@@ -51,7 +52,7 @@ def attention_cases(config: KernelsConfig) -> list[shapes.Case]:
         cases.append(shapes.benchmark_case(**common, **at, page_size=size, deltas=deltas, ragged=True))
         cases += [shapes.benchmark_case(**common, **at, page_size=size, deltas=r) for r in config.deltas]
         cases += [shapes.benchmark_case(**common, **at, page_size=p, deltas=deltas) for p in config.page_size]
-        one = {"batch": 1, "context": config.vary_context, "page_size": size}
+        one: dict[str, Any] = {"batch": 1, "context": config.vary_context, "page_size": size}
         cases += [
             shapes.benchmark_case(**common, **one, length=length, deltas=r)
             for length in config.prefill
