@@ -2,7 +2,8 @@
 
     python -m experiments.launch --config=configs/edit_cost.py
 
-Runtime: some minutes on two cores, half of them for compiling; with `--config.smoke=True` (random weights, no download) seconds.
+Runtime: some minutes on two cores, half of them for compiling; with `--config.smoke=True`
+(random weights, no download) seconds.
 
 Model and text: SmolLM2-135M-Instruct in float32, 2,000 tokens of Python's reference prose, 200 tokens
 appended or replaced, 16 generated; each under exact prefix reuse and under policies that keep the KV behind
