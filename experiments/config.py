@@ -177,6 +177,16 @@ def resolve(config: Mapping[str, Any], given: Collection[str] = ()) -> Experimen
     return ExperimentConfig(**typed)
 
 
+def typed_values(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The `values` that a config dataclass `kind` has fields for, converted to the fields' types.
+
+    Raises:
+      ConfigError: a value of another type, by name.
+    """
+    fields = [field for field in dataclasses.fields(kind) if field.name in values]
+    return {field.name: _convert(field.name, str(field.type), values[field.name]) for field in fields}
+
+
 def _convert(name: str, kind: str, value: Any) -> Any:
     if kind.startswith("tuple["):
         element = kind[len("tuple[") :].split(",")[0]

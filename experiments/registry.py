@@ -47,6 +47,7 @@ class Experiment:
 EXPERIMENTS = {
     "reuse": Experiment("experiments.runner", "experiments.config"),
     "prefix_trace": Experiment("experiments.prefix_trace", "experiments.trace_config"),
+    "kernels": Experiment("experiments.kernels.run", "experiments.kernels.config"),
     "edit_cost": Experiment("experiments.edit_cost", "experiments.cost_config"),
 }
 

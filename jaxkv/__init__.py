@@ -11,12 +11,15 @@ Beneath `Engine` the pure functions work without it: `prefill`, `decode`, `decod
 """
 
 from jaxkv.cache.contract import CacheContract
+from jaxkv.cache.domain import Domain
+from jaxkv.cache.eviction import LFU, LRU, TTL, CostPerByte, EvictionPolicy, Priority
 from jaxkv.cache.match import Cause, Match, MatchEnd
 from jaxkv.cache.pages import KVPages, make_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.sequence import Origin, Run, Sequence
 from jaxkv.cache.table import GroupInput, PageTable, StepInput, build_table
+from jaxkv.cache.tree import Pin
 from jaxkv.divergence import Divergence, divergence, layer_divergence
 from jaxkv.engine import Engine
 from jaxkv.errors import (
@@ -36,6 +39,7 @@ from jaxkv.io.models import Model, load
 from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.params import Params, init_params, params_digest
 from jaxkv.model.transformer import forward_dense
+from jaxkv.persistence import CacheLoaded, CacheSaved
 from jaxkv.results import Generation, KVState, Reuse, StepResult
 from jaxkv.reuse.diff import Span, diff
 from jaxkv.reuse.ledger import Ledger, prefix_reuse_flops
@@ -60,18 +64,26 @@ from jaxkv.steps import DecodeInput, Moves, decode, decode_many, prefill, reloca
 __version__ = "0.1.0"
 
 __all__ = [
+    "LFU",
+    "LRU",
     "SCR",
+    "TTL",
     "CacheContract",
+    "CacheLoaded",
+    "CacheSaved",
     "CapacityError",
     "Cause",
     "Clock",
     "ConfigError",
     "ContractError",
+    "CostPerByte",
     "DecodeInput",
     "Divergence",
+    "Domain",
     "Drop",
     "Edit",
     "Engine",
+    "EvictionPolicy",
     "Exact",
     "FetchError",
     "FirstK",
@@ -95,8 +107,10 @@ __all__ = [
     "PagePool",
     "PageTable",
     "Params",
+    "Pin",
     "Policy",
     "PrefixIndex",
+    "Priority",
     "RelocationError",
     "Request",
     "RequestMetrics",

@@ -1,5 +1,16 @@
-"""Paged attention and relocation on plain arrays. Useful without jaxkv, and never imports it."""
+"""Paged attention, appending and relocation on plain arrays. Useful without jaxkv, and never imports it.
 
-from pallas_kernels.reference import append, paged_attention, relocate
+    import jax.numpy as jnp
+    from pallas_kernels import append, paged_attention
 
-__all__ = ["append", "paged_attention", "relocate"]
+    kv = append(kv, row, slot, keys, values)                    # donate kv: written in place
+    out = paged_attention(q, kv, page, first, lo, hi, delta_index, positions)
+
+`reference` defines what each operation means; `docs/kernels.md` says how each backend does it.
+"""
+
+from pallas_kernels.api import append, paged_attention, relocate_pages
+from pallas_kernels.dispatch import IMPLEMENTATIONS, compiling_for
+from pallas_kernels.reference import relocate
+
+__all__ = ["IMPLEMENTATIONS", "append", "compiling_for", "paged_attention", "relocate", "relocate_pages"]

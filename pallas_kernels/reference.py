@@ -1,15 +1,20 @@
 """What the kernels mean: plain XLA, everything gathered, full scores. Slow on purpose.
 
 Letters: B sequences, T query tokens, M table entries, R deltas, K KV heads, G query heads a KV head,
-P page size, H head dimension, X rows of the page array (layers · pages).
+P page size, H head dimension, X rows of the page array (layers · pages), n tokens or moves.
+
+Pages are float32, bfloat16, float8_e4m3fn or int8. With `scale` f32[X, K, P, 2] a stored key is worth
+`stored · scale[..., 0]` and a stored value `stored · scale[..., 1]`, one factor a slot and head. int8 pages
+need it, float8 pages may have it, float32 and bfloat16 pages never do.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
-import jax
 import jax.numpy as jnp
+
+from pallas_kernels.checks import check_append, check_attention, check_pages, check_relocate_pages
 
 Array = Any
 
@@ -23,13 +28,18 @@ def paged_attention(
     hi: Array,
     delta_index: Array,
     positions: Array,
+    *,
+    scale: Array | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Array:
     """Causal attention of B sequences over the slots that their tables name.
 
     Slot s of entry m stands at position `first[b, m] + s` and belongs to the sequence if
-    `lo[b, m] <= s < hi[b, m]`. A query sees a slot that stands at or before its own position. Entries come
-    in blocks of M / delta_index.shape[1]; the queries of block j are `q[b, delta_index[b, j]]`, rotated by
-    the caller at position - delta, so that keys are read as they were born.
+    `lo[b, m] <= s < hi[b, m]`. A query sees a slot that stands at or before its own position and, with a
+    window, after `position - window`. Entries come in blocks of M / delta_index.shape[1]; the queries of
+    block j are `q[b, delta_index[b, j]]`, rotated by the caller at position - delta, so that keys are read
+    as they were born.
 
     Args:
       q: f32[B, R, T, K, G, H], scaled.
@@ -37,23 +47,36 @@ def paged_attention(
       page: i32[B, M], rows of kv; any value where hi <= lo.
       first, lo, hi: i32[B, M].
       delta_index: i32[B, M/block].
-      positions: i32[B, T] of the queries.
+      positions: i32[B, T] of the queries; a negative one sees nothing.
+      scale: f32[X, K, P, 2] of quantized pages.
+      window: positions a query sees, its own included; None for all.
+      soft_cap: scores become `soft_cap · tanh(score / soft_cap)`.
 
     Returns:
       f32[B, T, K, G, H]; zeros where a query sees nothing.
+
+    Raises:
+      ValueError: a shape, a dtype, `window` or `soft_cap` is not as above.
     """
+    check_attention(q, kv, page, first, lo, hi, delta_index, positions, scale, window, soft_cap)
     batch, _, length, kv_heads, group, head_dim = q.shape
     size, block = kv.shape[2], page.shape[1] // delta_index.shape[1]
     slot = jnp.arange(size)
     owned = (slot >= lo[..., None]) & (slot < hi[..., None])
-    where = first[..., None] + slot
-    seen = owned[:, None] & (where[:, None] <= positions[:, :, None, None])
-    rows = jnp.asarray(kv).at[page].get(mode="clip").astype(jnp.float32)
+    where = (first[..., None] + slot)[:, None]
+    at = positions[:, :, None, None]
+    seen = owned[:, None] & (where <= at) & (at >= 0)
+    if window is not None:
+        seen &= where > at - window
+    rows = dequantize(*gather_rows(kv, scale, page))
+    # Slots of others, and slots not written yet, may hold anything: 0 · NaN is NaN.
     rows = jnp.where((owned & seen.any(1))[:, :, None, :, None], rows, 0.0)
     keys, values = rows[..., :head_dim], rows[..., head_dim:]
     which = jnp.repeat(delta_index, block, axis=1)
     query = jnp.take_along_axis(jnp.asarray(q), which[:, :, None, None, None, None], axis=1)
     scores = jnp.einsum("bmtkgh,bmksh->btkgms", query, keys)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(seen[:, :, None, None], scores, -jnp.inf)
     scores = scores.reshape(batch, length, kv_heads, group, -1)
     peak = jnp.max(scores, axis=-1, keepdims=True)
@@ -63,32 +86,158 @@ def paged_attention(
     return jnp.einsum("btkgms,bmksh->btkgh", weights, values)
 
 
-def append(kv: Array, row: Array, slot: Array, keys: Array, values: Array) -> Array:
-    """Writes new tokens into their slots.
+@overload
+def append(
+    kv: Array, row: Array, slot: Array, keys: Array, values: Array, *, scale: None = None
+) -> Array: ...
+
+
+@overload
+def append(
+    kv: Array, row: Array, slot: Array, keys: Array, values: Array, *, scale: Array
+) -> tuple[Array, Array]: ...
+
+
+def append(
+    kv: Array, row: Array, slot: Array, keys: Array, values: Array, *, scale: Array | None = None
+) -> Any:
+    """Writes new tokens into their slots. In place when `kv` (and `scale`) are donated.
 
     Args:
       kv: [X, K, P, 2H].
-      row: i32[n], X or more drops the write.
+      row: i32[n]; a row outside 0..X-1 drops the write.
       slot: i32[n].
-      keys, values: [n, K, H].
+      keys, values: float[n, K, H].
+      scale: f32[X, K, P, 2]; then keys and values are quantized, each token and head by its largest
+        absolute value.
+
+    Returns:
+      kv, or (kv, scale) when scale is given.
+
+    Raises:
+      ValueError: a shape does not fit, or the pages' dtype and `scale` do not go together.
     """
-    rows = jnp.concatenate([keys, values], -1).astype(kv.dtype)
-    return jnp.asarray(kv).at[row, :, slot].set(rows, mode="drop")
+    check_append(kv, row, slot, keys, values, scale)
+    kv, row = jnp.asarray(kv), inside(row, kv.shape[0])
+    if scale is None:
+        stored = jnp.concatenate([cast(keys, kv.dtype), cast(values, kv.dtype)], -1)
+        return kv.at[row, :, slot].set(stored, mode="drop")
+    (keys, key_scale), (values, value_scale) = quantize(keys, kv.dtype), quantize(values, kv.dtype)
+    kv = kv.at[row, :, slot].set(jnp.concatenate([keys, values], -1), mode="drop")
+    factors = jnp.stack([key_scale, value_scale], -1)
+    return kv, jnp.asarray(scale).at[row, :, slot].set(factors, mode="drop")
 
 
 def relocate(
-    kv: Array, source: tuple[Array, Array], target: tuple[Array, Array], cos: Array, sin: Array
-) -> Array:
-    """Copies slots with their keys rotated: K' = R K, V' = V, in float32.
+    kv: Array,
+    source: tuple[Array, Array],
+    target: tuple[Array, Array],
+    cos: Array,
+    sin: Array,
+    *,
+    scale: Array | None = None,
+) -> Any:
+    """Copies slots with their keys rotated: K' = R K in float32, V' = V bit for bit.
 
     Args:
       kv: [X, K, P, 2H].
-      source, target: (row i32[n], slot i32[n]); a target row of X or more drops the copy.
+      source, target: (row i32[n], slot i32[n]); a target row outside 0..X-1 drops the copy.
       cos, sin: f32[n, rotary_dim/2] of each token's delta, half-split convention.
+      scale: f32[X, K, P, 2]; the rotated keys are quantized anew.
+
+    Returns:
+      kv, or (kv, scale) when scale is given.
     """
-    rows = jnp.asarray(kv).at[source[0], :, source[1]].get(mode="clip").astype(jnp.float32)
-    head_dim, half = kv.shape[-1] // 2, cos.shape[-1]
-    x1, x2 = rows[..., :half], rows[..., half : 2 * half]
-    cos, sin = cos[:, None], sin[:, None]
-    keys = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rows[..., 2 * half : head_dim]], -1)
-    return append(kv, *target, keys, jax.lax.slice_in_dim(rows, head_dim, 2 * head_dim, axis=-1))
+    check_pages(kv, scale)
+    index = (inside(source[0], kv.shape[0]), slice(None), source[1])
+    at = (inside(target[0], kv.shape[0]), slice(None), target[1])
+    return _moved(kv, scale, index, at, cos[:, None], sin[:, None])
+
+
+def relocate_pages(
+    kv: Array, source: Array, target: Array, cos: Array, sin: Array, *, scale: Array | None = None
+) -> Any:
+    """Copies whole pages with every key rotated: K' = R K in float32, V' = V bit for bit.
+
+    Args:
+      kv: [X, K, P, 2H].
+      source: i32[n], rows of kv. No row is both a source and a target, and no target occurs twice.
+      target: i32[n]; a row outside 0..X-1 drops the move.
+      cos, sin: f32[n, rotary_dim/2] of each page's delta, half-split convention.
+      scale: f32[X, K, P, 2]; the rotated keys are quantized anew.
+
+    Returns:
+      kv, or (kv, scale) when scale is given. In place when they are donated.
+
+    Raises:
+      ValueError: a shape does not fit, or the pages' dtype and `scale` do not go together.
+    """
+    check_relocate_pages(kv, source, target, cos, sin, scale)
+    source, target = inside(source, kv.shape[0]), inside(target, kv.shape[0])
+    return _moved(kv, scale, (source,), (target,), cos[:, None, None], sin[:, None, None])
+
+
+def rotate_keys(keys: Array, cos: Array, sin: Array) -> Array:
+    """Rotates float32 keys [..., H] by angles [..., rotary_dim/2], half-split convention."""
+    half = cos.shape[-1]
+    x1, x2 = keys[..., :half], keys[..., half : 2 * half]
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, keys[..., 2 * half :]], -1)
+
+
+def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
+    """Returns (stored, f32 scale) of float[..., H]: the largest value becomes the dtype's largest."""
+    x = jnp.asarray(x).astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), -1) / largest(dtype)
+    return cast(x / jnp.where(scale > 0, scale, 1.0)[..., None], dtype), scale
+
+
+def cast(x: Array, dtype: Any) -> Array:
+    """Rounds to the dtype of pages; what int8 and float8 cannot hold becomes their largest value."""
+    dtype = jnp.dtype(dtype)
+    x = jnp.asarray(x)
+    if dtype.itemsize > 1:
+        return x.astype(dtype)
+    x = jnp.clip(x.astype(jnp.float32), -largest(dtype), largest(dtype))
+    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
+
+
+def largest(dtype: Any) -> float:
+    """The largest magnitude that quantized pages use: 127 for int8, 448 for float8_e4m3fn."""
+    return 127.0 if jnp.dtype(dtype) == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
+def gather_rows(kv: Array, scale: Array | None, page: Array) -> tuple[Array, Array | None]:
+    """Pages and scales of table entries; an entry outside the array reads some page."""
+    kv = jnp.asarray(kv).at[page].get(mode="clip")
+    return kv, None if scale is None else jnp.asarray(scale).at[page].get(mode="clip")
+
+
+def dequantize(stored: Array, scale: Array | None) -> Array:
+    """float32 keys | values of stored rows [..., 2H] with scale [..., 2]."""
+    rows = stored.astype(jnp.float32)
+    if scale is None:
+        return rows
+    return rows * jnp.repeat(scale, rows.shape[-1] // 2, axis=-1)
+
+
+def inside(row: Array, rows: int) -> Array:
+    """Rows with what is outside the array made `rows`, which a scatter drops; -1 would be its last row."""
+    row = jnp.asarray(row)
+    return jnp.where((row >= 0) & (row < rows), row, rows)
+
+
+def _moved(kv: Array, scale: Array | None, source: Any, target: Any, cos: Array, sin: Array) -> Any:
+    kv = jnp.asarray(kv)
+    head_dim = kv.shape[-1] // 2
+    stored = kv.at[source].get(mode="clip")
+    values = stored[..., head_dim:]
+    if scale is None:
+        keys = cast(rotate_keys(stored[..., :head_dim].astype(jnp.float32), cos, sin), kv.dtype)
+        return kv.at[target].set(jnp.concatenate([keys, values], -1), mode="drop")
+    scale = jnp.asarray(scale)
+    factors = scale.at[source].get(mode="clip")
+    keys = stored[..., :head_dim].astype(jnp.float32) * factors[..., :1]
+    keys, key_scale = quantize(rotate_keys(keys, cos, sin), kv.dtype)
+    kv = kv.at[target].set(jnp.concatenate([keys, values], -1), mode="drop")
+    factors = jnp.stack([key_scale, factors[..., 1]], -1)
+    return kv, scale.at[target].set(factors, mode="drop")

@@ -1,0 +1,1 @@
+"""The kernel benchmark: correct first, then how fast, and against what."""

@@ -1,0 +1,156 @@
+"""Dispatch, argument checks and the shared cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import dispatch, shapes, xla
+
+CASE = shapes.Case(name="", context=(20, 7), head_dim=8, page_size=4)
+
+
+def _arrays(case: shapes.Case = CASE) -> dict[str, Any]:
+    names = ("q", "kv", "page", "first", "lo", "hi", "delta_index", "positions")
+    inputs = shapes.build(case)
+    return {n: jnp.asarray(a) for n, a in zip(names, inputs.arrays(), strict=True)}
+
+
+def test_auto_on_a_cpu_is_xla() -> None:
+    arrays = _arrays()
+    found = pallas_kernels.paged_attention(**arrays)
+    np.testing.assert_array_equal(found, xla.paged_attention(**arrays))
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu", "triton"])
+def test_a_forced_implementation_that_cannot_run_here_raises(implementation: str) -> None:
+    if jax.default_backend() == dispatch.PLATFORMS[implementation]:
+        pytest.skip(f"{implementation} runs on this machine")
+    with pytest.raises(NotImplementedError, match=f"'{implementation}' needs a"):
+        pallas_kernels.paged_attention(**_arrays(), implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "operation", "platform", "expected"),
+    [
+        ("auto", "decode", "cpu", ("xla",)),
+        ("auto", "decode", "tpu", ("pallas_tpu", "xla")),
+        ("auto", "decode", "gpu", ("pallas_gpu", "triton", "xla")),
+        ("auto", "prefill", "gpu", ("pallas_gpu", "xla")),
+        ("auto", "append", "gpu", ("xla",)),
+        ("pallas_gpu", "append", "gpu", ("xla",)),
+        ("xla", "prefill", "tpu", ("xla",)),
+    ],
+)
+def test_what_is_tried_in_which_order(
+    implementation: str, operation: str, platform: str, expected: tuple[str, ...]
+) -> None:
+    assert dispatch.resolve(implementation, operation, platform) == expected
+
+
+def test_a_backend_without_the_operation_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="'triton' has no kernel for prefill"):
+        dispatch.resolve("triton", "prefill", "gpu")
+
+
+def test_an_unknown_implementation_is_named() -> None:
+    with pytest.raises(ValueError, match="implementation is 'cuda', expected one of auto"):
+        pallas_kernels.paged_attention(**_arrays(), implementation="cuda")
+
+
+def test_auto_falls_back_to_xla_where_a_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("head_dim is 8")
+
+    def choose(implementation: str, operation: str, name: str) -> Any:  # noqa: ARG001
+        return getattr(xla, name) if implementation == "xla" else refuse
+
+    monkeypatch.setattr(dispatch, "_function", choose)
+    arrays = _arrays()
+    with dispatch.compiling_for("tpu"):
+        result = pallas_kernels.paged_attention(**arrays)
+        with pytest.raises(NotImplementedError, match="head_dim is 8"):
+            pallas_kernels.paged_attention(**arrays, implementation="pallas_tpu")
+    np.testing.assert_array_equal(result, xla.paged_attention(**arrays))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": (2, 1, 1, 2, 8)}, "q has 5 axes"),
+        ({"q": (2, 1, 1, 3, 2, 8)}, "q has 3 KV heads of 8, expected 2 of 8"),
+        ({"kv": (9, 2, 4, 15)}, "kv has shape"),
+        ({"lo": (2, 7)}, "lo has shape"),
+        ({"delta_index": (2, 5)}, "page has 8 entries, expected a multiple of the 5 blocks"),
+        ({"positions": (2, 2)}, "positions has shape"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_named(change: dict[str, tuple[int, ...]], message: str) -> None:
+    arrays = _arrays()
+    for name, shape in change.items():
+        arrays[name] = jnp.zeros(shape, arrays[name].dtype)
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.paged_attention(**arrays)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window is 0"),
+        ({"soft_cap": -1.0}, "soft_cap is -1.0"),
+        ({"scale": jnp.ones((2, 2))}, "scale is given for float32 pages"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.paged_attention(**_arrays(), **options)
+
+
+def test_int8_pages_need_a_scale() -> None:
+    arrays = _arrays()
+    arrays["kv"] = arrays["kv"].astype(jnp.int8)
+    with pytest.raises(ValueError, match="scale is None"):
+        pallas_kernels.paged_attention(**arrays)
+
+
+def test_append_and_relocate_pages_check_their_arguments() -> None:
+    kv, one = jnp.zeros((4, 2, 4, 16)), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match="keys has shape"):
+        pallas_kernels.append(kv, one, one, jnp.zeros((1, 2, 4)), jnp.zeros((1, 2, 8)))
+    with pytest.raises(ValueError, match="cos has 8 angles a move, expected 1 to 4"):
+        pallas_kernels.relocate_pages(kv, one, one, jnp.zeros((1, 8)), jnp.zeros((1, 8)))
+    with pytest.raises(ValueError, match="target has shape"):
+        pallas_kernels.relocate_pages(kv, one, jnp.zeros(2, jnp.int32), jnp.zeros((1, 4)), jnp.zeros((1, 4)))
+
+
+@pytest.mark.parametrize("case", shapes.DECODE + shapes.PREFILL, ids=lambda c: c.name)
+def test_a_case_is_small_write_once_and_poisoned_where_nobody_reads(case: shapes.Case) -> None:
+    inputs = shapes.build(case)
+    table = inputs.tables
+    assert inputs.kv.nbytes <= 1 << 20
+    assert table.delta_index.size <= 64
+    owned, stands = set(), set()
+    for b, m in np.ndindex(table.page.shape):
+        for s in range(table.lo[b, m], table.hi[b, m]):
+            assert (table.page[b, m], s) not in owned
+            owned.add((int(table.page[b, m]), s))
+            stands.add((b, int(table.first[b, m]) + s))
+    assert stands == {(b, p) for b, context in enumerate(case.context) for p in range(context)}
+    poisoned = inputs.kv if inputs.scale is None else inputs.scale
+    nan = np.isnan(poisoned.astype(np.float32)).all((1, 3))
+    assert {(int(r), int(s)) for r, s in np.argwhere(~nan)} == owned
+    assert nan.any()
+
+
+def test_benchmark_cases_name_their_bytes() -> None:
+    case = shapes.benchmark_case("llama-8b", 8, 4096)
+    assert case.kv_bytes == 8 * 4096 * 8 * 256 * 2
+    assert case.flops == 4 * 8 * 4096 * 32 * 128
+    ragged = shapes.benchmark_case("smollm2", 4, 1024, ragged=True, deltas=4)
+    assert ragged.context == (256, 512, 768, 1024)
+    assert len(np.unique(shapes.tables(ragged).delta_index)) == 4
