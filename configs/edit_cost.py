@@ -2,15 +2,17 @@
 
     python -m experiments.launch --config=configs/edit_cost.py
 
-Runtime: about two minutes on two cores; with `--config.smoke=True` (random weights, no download) seconds.
+Runtime: some minutes on two cores, half of them for compiling; with `--config.smoke=True`
+(random weights, no download) seconds.
 
 Model and text: SmolLM2-135M-Instruct in float32, 2,000 tokens of Python's reference prose, 200 tokens
 appended or replaced, 16 generated; each under exact prefix reuse and under policies that keep the KV behind
 the edit. The same three edits on paper for Qwen3.6-27B at 20,000 tokens. Both priced as hosted APIs price
 cached input.
 
-Expected: an exact edit at the start costs about ten times an append, one in the middle about half of that;
-with reuse each costs little more than an append. Prices follow: reading is nearly free, writing is not.
+Expected: by the ledger an exact edit at the start costs about seven times the FLOPs of an append, one in the
+middle about four times; with reuse each costs little more than an append. Prices follow: reading is nearly
+free, writing is not, and a rewritten start can cost more than no cache at all.
 
 The prices are data of a day, not truth: change them here, with their date and source.
 """

@@ -2,17 +2,17 @@
 
     python -m experiments.launch --config=configs/prefix_trace.py
 
-Runtime: about five minutes on two cores; with `--config.smoke=True` (random weights, no download) under a
-minute.
+Runtime: some minutes on two cores, most of the first run's for compiling; with `--config.smoke=True`
+(random weights, no download) under a minute.
 
-Model and text: SmolLM2-135M-Instruct in float32; 24 requests of about 400 tokens from two tenants over
+Model and text: SmolLM2-135M-Instruct in float32; 24 requests of about 450 tokens from two tenants over
 three system prompts with three templates each, a quarter of them follow-ups, Poisson arrivals at one a
 second. The same trace is replayed with a pool that holds everything and with one that does not, each time
 with the prefix index and without it, in one process.
 
-Expected: more than half of the prompt tokens are found, so that requests hardly queue, where without reuse
-the queue grows until the last arrival. With few pages the hit rate falls and pages are evicted. Greedy
-outputs are the same, but for ties within rounding.
+Expected: of the prompt tokens 70% repeat an earlier prompt of their tenant, so with pages for all about as
+many are found, and requests reach their first token sooner than without reuse. With few pages the hit rate
+falls and pages are evicted. Greedy outputs are the same, but for ties within rounding.
 """
 
 import ml_collections

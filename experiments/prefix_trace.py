@@ -17,7 +17,7 @@ from experiments.fields import begin, refuse_other
 from experiments.records import Record, RunDirectory
 from experiments.report.trace import write_trace_report
 from experiments.subject import load_subject
-from experiments.trace_config import TraceConfig, resolve
+from experiments.trace_config import EVICTIONS, TraceConfig, resolve
 from experiments.workloads.corpus import encode, load_corpus
 from experiments.workloads.prefix_trace import TraceRequest, make_trace, trace_digest
 from jaxkv.engine import Engine
@@ -136,7 +136,8 @@ def _replay(
 ) -> Iterator[int | Record]:
     """Yields how many requests ended as they end, then the record of the replay."""
     clock = WallClock(skip_idle=True)
-    engine = _engine(config, model, cell.num_pages, reuse, config.serving(cell.schedule, clock=clock))
+    serving = config.serving(cell.schedule, clock=clock)
+    engine = _engine(config, model, cell.num_pages, reuse, serving, cell.eviction)
     start = clock.now()
     names = {
         engine.submit(
@@ -182,14 +183,16 @@ def _replay(
     }
 
 
-def _engine(config: TraceConfig, model: Model, num_pages: int, reuse: bool, serving: Any) -> Engine:
-    # There is one eviction policy so far, so its name is checked by the config and needs no passing on.
+def _engine(
+    config: TraceConfig, model: Model, num_pages: int, reuse: bool, serving: Any, eviction: str = "lru"
+) -> Engine:
     return Engine(
         model,
         num_pages=num_pages,
         page_size=config.page_size,
         chunk_size=config.chunk_size,
         prefix_cache=reuse,
+        eviction=EVICTIONS[eviction],
         serving=serving,
     )
 

@@ -10,12 +10,13 @@ import ml_collections
 
 from experiments import fields
 from experiments.config import TINY_MODEL
+from jaxkv.cache.eviction import LFU, LRU, CostPerByte, EvictionPolicy
 from jaxkv.checks import check_geometry
 from jaxkv.errors import ConfigError
 from jaxkv.serving.request import ADMISSIONS, ORDERS, ServingConfig
 
 ARRIVAL_ORDERS = ("poisson", "bursts", "round_robin")
-EVICTIONS = ("lru",)  # names of Engine's policies
+EVICTIONS: dict[str, EvictionPolicy] = {"lru": LRU(), "lfu": LFU(), "cost_per_byte": CostPerByte()}
 
 SMOKE: dict[str, Any] = {
     "model": TINY_MODEL,

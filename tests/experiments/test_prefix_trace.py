@@ -82,7 +82,10 @@ def test_an_order_deals_the_same_requests_and_times_out_anew(order: str) -> None
     [
         ({"oders": "poisson"}, "config key 'oders' is unknown; did you mean 'orders'?"),
         ({"orders": "random"}, "config.orders holds 'random', expected one of poisson, bursts, round_robin"),
-        ({"evictions": "lur"}, "config.evictions holds 'lur', expected one of lru; did you mean 'lru'?"),
+        (
+            {"evictions": "lur"},
+            "config.evictions holds 'lur', expected one of lru, lfu, cost_per_byte; did you",
+        ),
         ({"schedules": ()}, "config.schedules is empty, expected at least one value"),
         ({"rate": 0.0}, "config.rate is 0.0, expected arrivals a second, more than 0"),
         ({"follow_ups": 1.5}, "config.follow_ups is 1.5, expected a share from 0 to 1"),
