@@ -42,6 +42,7 @@ from jaxkv.execute import Computed, Materialized, compute, extended, materialize
 from jaxkv.generation import Decoded, Sampling, decode_batch
 from jaxkv.io.models import Model
 from jaxkv.memory import Memory
+from jaxkv.model.backend import Backend
 from jaxkv.model.params import Params
 from jaxkv.readback import read_kv
 from jaxkv.results import Generation, KVState, StepResult, report
@@ -78,6 +79,8 @@ class Engine(CacheControl):
       prefix_cache: whether exact prefixes are published and matched.
       adapter_digest: content digest (`jaxkv.params_digest`) of an adapter that is part of the weights.
       poison_free_pages: fill free pages with NaN, so that a stray read shows; for tests.
+      implementation: of attention and page writes: "auto", "xla", "pallas_tpu", "pallas_gpu", "triton".
+      interpret: run forced kernels in the interpreter, on any machine; for tests.
       serving: limits and clock of `submit`, `step` and `run`.
 
     Raises:
@@ -104,6 +107,8 @@ class Engine(CacheControl):
         clock: Callable[[], float] = time.monotonic,
         adapter_digest: str = "",
         poison_free_pages: bool = False,
+        implementation: str = "auto",
+        interpret: bool = False,
         serving: ServingConfig | None = None,
     ) -> None:
         if not isinstance(model, Model):
@@ -143,6 +148,7 @@ class Engine(CacheControl):
             kv_dtype=self._contract.kv_dtype,
             grid=self._grid,
             poison=poison_free_pages,
+            backend=Backend(implementation, interpret),
             eviction=check_policy(eviction),
             clock=clock,
             quota=self._quota_pages(domain_quota_bytes, page_size),

@@ -85,7 +85,9 @@ def compute(
         slots = np.full(len(positions), drop, np.int32)
 
     def one(pages: Pages, step: StepInput) -> tuple[Pages, StepOutput]:
-        out = run_step(params, pages, step, config=memory.config, logits=logits, capture=capture)
+        out = run_step(
+            params, pages, step, config=memory.config, logits=logits, capture=capture, backend=memory.backend
+        )
         # The pages belong to the memory alone: the next step takes them.
         return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
 
@@ -129,7 +131,7 @@ def materialize(memory: Memory, segments: Int32) -> Materialized:
     drop = memory.pool.num_slots
 
     def move(pages: Pages, moves: Moves) -> tuple[Pages, None]:
-        return relocate(pages, (moves,), config=memory.config), None
+        return relocate(pages, (moves,), config=memory.config, backend=memory.backend), None
 
     try:
         for start in range(0, len(positions), MOVE_SLOTS):

@@ -29,6 +29,7 @@ from jaxkv.cache.sequence import Sequence
 from jaxkv.cache.tiers import Tiers
 from jaxkv.cache.tree import Pin
 from jaxkv.errors import CapacityError, HandleError
+from jaxkv.model.backend import AUTO, Backend
 from jaxkv.model.config import ModelConfig
 from jaxkv.reuse.ledger import attention_flops, token_flops
 from jaxkv.schedule import Placement, place
@@ -53,12 +54,14 @@ class Memory:
         kv_dtype: str,
         grid: int,
         poison: bool,
+        backend: Backend = AUTO,
         eviction: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         quota: int | None = None,
         tiers: Tiers | None = None,
     ) -> None:
         self.config = config
+        self.backend = backend
         self.kv_dtype = kv_dtype
         self.poison = poison
         self.grid = grid
@@ -106,6 +109,7 @@ class Memory:
                     num_pages=self.pool.num_pages,
                     page_size=self.pool.page_size,
                     dtype=self.kv_dtype,
+                    platform=self.backend.storage_platform,
                 )
                 for group in self.config.groups
             )

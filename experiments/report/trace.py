@@ -92,8 +92,8 @@ def answer(rows: list[Row], model: str) -> str:
         f"without it, at p95 {_seconds(best.ttft_p95)} against {_seconds(plain.ttft_p95)}, and "
         f"{best.tokens_per_second:.1f} tokens were generated a second against {plain.tokens_per_second:.1f}"
     )
-    if len(pairs) > 1:
-        worst = min(pairs, key=lambda pair: pair[0].hit_rate)[0]
+    worst = min(pairs, key=lambda pair: pair[0].hit_rate)[0]
+    if worst.hit_rate < best.hit_rate:
         text += f" (cell {best.cell}; lowest, {worst.cell}: {worst.hit_rate:.0%} found)"
     if model == TINY_MODEL:
         text = f"Smoke run with random weights, so the figures mean nothing beyond it: {text}"

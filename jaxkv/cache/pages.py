@@ -7,6 +7,8 @@ addressed as `page + layer·num_pages`; slicing a layer out of the array would c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -93,7 +95,14 @@ def decode_storage(raw: Array, pages: KVPages) -> Array:
     return raw
 
 
-def write_slots(pages: KVPages, layer: int | Array, slots: Array, keys: Array, values: Array) -> KVPages:
+def write_slots(
+    pages: KVPages,
+    layer: int | Array,
+    slots: Array,
+    keys: Array,
+    values: Array,
+    append: Callable[..., Array] | None = None,
+) -> KVPages:
     """Writes new tokens of one layer. In place when `pages` is donated.
 
     Args:
@@ -102,12 +111,16 @@ def write_slots(pages: KVPages, layer: int | Array, slots: Array, keys: Array, v
       slots: i32[...], page·P + offset; `pages.num_slots`, like any other slot outside the pool,
         drops the write.
       keys, values: float32[..., K, H].
+      append: a kernel with the arguments of `pallas_kernels.append`; XLA's scatter when None.
     """
     kv_heads, head_dim = keys.shape[-2:]
     slots = slots.reshape(-1)
     page, offset = slots // pages.page_size, slots % pages.page_size
     # A dropped slot must leave the array as a whole, not land on the next layer's first page.
     row = jnp.where((page >= 0) & (page < pages.num_pages), page + layer * pages.num_pages, pages.kv.shape[0])
+    if append is not None:
+        keys, values = (x.reshape(-1, kv_heads, head_dim) for x in (keys, values))
+        return pages.replace(kv=append(pages.kv, row, offset, keys, values))  # type: ignore[attr-defined]
     rows = jnp.concatenate([keys, values], -1).reshape(-1, kv_heads, 2 * head_dim)
     kv = pages.kv.at[row, :, offset].set(_encode(rows, pages), mode="drop")
     return pages.replace(kv=kv)  # type: ignore[attr-defined]
