@@ -130,9 +130,11 @@ def _place_run(
     """`place` for one run, the common case: no array operation here is as long as the sequence."""
     size, end = pool.page_size, start + count
     # Behind the last row is where a run mostly goes; only elsewhere are the rows searched.
-    last = base[-1:]
-    behind = last if len(last) and int(last[0, FIRST]) + int(last[0, HI]) == start else base
-    tail = _open_tail(pool, behind, ends(behind), start, count, claimed)
+    last = base[-1].tolist() if len(base) else None
+    if last is not None and last[FIRST] + last[HI] == start:
+        tail = _room(pool, last, count, claimed)
+    else:
+        tail = _open_tail(pool, base, ends(base), start, count, claimed)
     used = tail[2] - tail[1] if tail else 0
     births = np.arange(start + used, end, size, dtype=np.int32)
     if make_room is not None:
@@ -168,7 +170,14 @@ def _open_tail(
     at = int(np.searchsorted(base_ends, np.int32(start)))  # not a Python int: see `clip`
     if at >= len(base) or base_ends[at] != start:
         return None
-    page, hi, first = (int(base[at, c]) for c in (PAGE, HI, FIRST))
+    return _room(pool, base[at].tolist(), count, claimed)
+
+
+def _room(
+    pool: PagePool, row: list[int], count: int, claimed: set[int] | None
+) -> tuple[int, int, int, int] | None:
+    """Where `count` tokens go on in the page of a segment, if it is written no further and has room."""
+    page, _, hi, first = row
     room = hi < pool.page_size and hi == pool.filled[page] and first == pool.birth[page]
     if not room or (claimed is not None and page in claimed):
         return None
