@@ -101,8 +101,11 @@ def build(cls: type[C], config: Mapping[str, Any], smoke: Mapping[str, Any], giv
     for field in dataclasses.fields(cls):
         if field.name in values:
             value, kind = values[field.name], str(field.type)
-            mapping = kind.startswith("Mapping") and isinstance(value, Mapping)
-            typed[field.name] = value if mapping else convert(field.name, kind, value)
+            if not kind.startswith("Mapping"):
+                value = convert(field.name, kind, value)
+            elif not isinstance(value, Mapping):
+                raise ConfigError(f"config.{field.name} holds {value!r}, expected a mapping")
+            typed[field.name] = value
     return cls(**typed)
 
 

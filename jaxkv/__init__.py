@@ -11,12 +11,15 @@ Beneath `Engine` the pure functions work without it: `prefill`, `decode`, `decod
 """
 
 from jaxkv.cache.contract import CacheContract
+from jaxkv.cache.domain import Domain
+from jaxkv.cache.eviction import LFU, LRU, TTL, CostPerByte, EvictionPolicy, Priority
 from jaxkv.cache.match import Cause, Match, MatchEnd
 from jaxkv.cache.pages import KVPages, make_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.sequence import Origin, Removed, Run, Sequence
 from jaxkv.cache.table import GroupInput, PageTable, StepInput, build_table
+from jaxkv.cache.tree import Pin
 from jaxkv.divergence import Divergence, divergence, layer_divergence
 from jaxkv.engine import Engine
 from jaxkv.errors import (
@@ -36,6 +39,7 @@ from jaxkv.io.models import Model, load
 from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.params import Params, init_params, params_digest
 from jaxkv.model.transformer import forward_dense
+from jaxkv.persistence import CacheLoaded, CacheSaved
 from jaxkv.results import Generation, KVState, Reuse, StepResult
 from jaxkv.reuse.diff import Span, diff
 from jaxkv.reuse.estimate import Calibration, Estimate, Signals
@@ -68,10 +72,15 @@ from jaxkv.steps import DecodeInput, Moves, decode, decode_many, prefill, reloca
 __version__ = "0.1.0"
 
 __all__ = [
+    "LFU",
+    "LRU",
     "SCR",
+    "TTL",
     "Attention",
     "Budget",
     "CacheContract",
+    "CacheLoaded",
+    "CacheSaved",
     "Calibration",
     "CapacityError",
     "Cause",
@@ -79,16 +88,19 @@ __all__ = [
     "Composed",
     "ConfigError",
     "ContractError",
+    "CostPerByte",
     "DecodeInput",
     "Dependents",
     "Deviation",
     "Divergence",
+    "Domain",
     "Drop",
     "Edit",
     "Encoded",
     "Engine",
     "Erratum",
     "Estimate",
+    "EvictionPolicy",
     "Exact",
     "FetchError",
     "FirstK",
@@ -112,8 +124,10 @@ __all__ = [
     "PagePool",
     "PageTable",
     "Params",
+    "Pin",
     "Policy",
     "PrefixIndex",
+    "Priority",
     "RelocationError",
     "Removed",
     "Repair",

@@ -16,12 +16,25 @@ from jaxkv.typing import Int32
 
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 GRANULARITIES = ("token", "chunk")
+DEFAULT_PAGES = 1024
 
 
 def check_geometry(
-    *, num_pages: int, page_size: int, chunk_size: int, reuse_granularity: str, max_deltas: int
-) -> None:
-    """Refuses an engine's geometry with a ConfigError."""
+    *,
+    num_pages: int | None,
+    page_size: int,
+    chunk_size: int,
+    reuse_granularity: str,
+    max_deltas: int,
+    capacity_bytes: int | None = None,
+    token_bytes: int = 1,
+) -> int:
+    """Refuses an engine's geometry with a ConfigError; returns the pages that it asks for."""
+    if capacity_bytes is not None and num_pages is not None:
+        raise ConfigError(
+            f"num_pages is {num_pages} and capacity_bytes {capacity_bytes}, expected one of them"
+        )
+    num_pages = DEFAULT_PAGES if num_pages is None else num_pages
     numbers = {
         "num_pages": num_pages,
         "page_size": page_size,
@@ -31,6 +44,9 @@ def check_geometry(
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise ConfigError(f"{name} is {value!r}, expected a whole number")
+    if capacity_bytes is not None and page_size > 0:
+        page_bytes = page_size * token_bytes
+        num_pages = check_bytes("capacity_bytes", capacity_bytes, page_bytes) // page_bytes
     if num_pages < 1:
         raise ConfigError(f"num_pages is {num_pages}, expected a positive number")
     if num_pages * page_size >= 2**31:
@@ -43,6 +59,25 @@ def check_geometry(
         raise ConfigError(f"reuse_granularity is '{reuse_granularity}', expected 'token' or 'chunk'")
     if max_deltas < 2:
         raise ConfigError(f"max_deltas is {max_deltas}, expected at least 2")
+    return int(num_pages)
+
+
+def check_bytes(name: str, value: Any, least: int = 1) -> int:
+    """Returns a whole number of bytes, at least `least`, or raises ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"{name} is {value!r}, expected a whole number of bytes")
+    if value < least:
+        raise ConfigError(f"{name} is {value}, expected at least {least} bytes")
+    return int(value)
+
+
+def check_seconds(name: str, value: Any) -> float | None:
+    """Returns a positive number of seconds or None, or raises ConfigError."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value > 0:
+        raise ConfigError(f"{name} is {value!r}, expected a positive number or None")
+    return float(value)
 
 
 def check_tokens(tokens: Any, config: ModelConfig, what: str = "tokens") -> Int32:

@@ -11,12 +11,17 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, cast
+from pathlib import Path
+from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache.contract import CacheContract, describe
+from jaxkv.cache.domain import Domain, as_domain
+from jaxkv.cache.eviction import LRU, EvictionPolicy, check_policy
 from jaxkv.cache.match import Cause, MatchEnd
+from jaxkv.cache.pages import check_dtype
 from jaxkv.cache.sequence import (
     EMPTY_SEGMENTS,
     PAGE,
@@ -24,6 +29,7 @@ from jaxkv.cache.sequence import (
     clip,
     frozen,
 )
+from jaxkv.caching import CacheControl, interruptible, make_tiers
 from jaxkv.checks import (
     check_count,
     check_geometry,
@@ -38,6 +44,7 @@ from jaxkv.generation import Decoded, Sampling, decode_batch
 from jaxkv.healing import displace, heal
 from jaxkv.io.models import Model
 from jaxkv.memory import Memory
+from jaxkv.model.backend import Backend
 from jaxkv.model.params import Params
 from jaxkv.probing import Prober
 from jaxkv.readback import read_kv
@@ -51,42 +58,36 @@ from jaxkv.serving.loop import Loop
 from jaxkv.serving.request import Request, RequestResult, Round, ServingConfig
 from jaxkv.serving.worker import Worker
 from jaxkv.signals import read_signals
+from jaxkv.stats import Stats, domain_stats, engine_stats
 from jaxkv.trials import Trials
 from jaxkv.typing import Float32, Int32
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def _interruptible(method: F) -> F:
-    """Notes that a call was broken off by something that is no error, such as Ctrl-C."""
-
-    @functools.wraps(method)
-    def call(self: Engine, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception:
-            raise
-        except BaseException:
-            self._memory.interrupted = True
-            raise
-
-    return cast(F, call)
-
-
-class Engine:
+class Engine(CacheControl):
     """Prefill, edit, extend, generate and score over shared write-once pages.
 
     Args:
       model: from `jaxkv.load`.
-      num_pages: pages in the pool; a page holds `page_size` tokens of every layer.
+      num_pages: pages in the pool, 1024 if not given; a page holds `page_size` tokens of every layer.
+      capacity_bytes: the pool's size in bytes of KV, instead of `num_pages`.
       page_size: slots in a page, a power of two from 8 to 256.
       chunk_size: tokens of one prefill step; a multiple of `page_size`.
       kv_dtype: "float32" or "bfloat16"; the model's dtype when None.
       reuse_granularity: "token" reuses every matching token; "chunk" ends hits on the chunk grid, and
         then logits of a warm run equal those of a cold one bit for bit.
       max_deltas: distinct distances that a view may hold (0 included) before it is materialized.
+      eviction: which cached entries go first: `LRU()`, `LFU()`, `TTL(seconds=)`, `Priority()` or
+        `CostPerByte()`.
+      domain_quota_bytes: KV that a domain may have cached, where `set_quota` says nothing else.
+      host_tier_bytes: host memory that evicted entries go to, and come back from when they match.
+      disk_tier: a directory behind it; it outlives the process, and engines may share it.
+      disk_tier_bytes: what the directory may hold.
+      clock: seconds that never go back, for lifetimes, pins and `TTL`.
       prefix_cache: whether exact prefixes are published and matched.
+      adapter_digest: content digest (`jaxkv.params_digest`) of an adapter that is part of the weights.
       poison_free_pages: fill free pages with NaN, so that a stray read shows; for tests.
+      implementation: of attention and page writes: "auto", "xla", "pallas_tpu", "pallas_gpu", "triton".
+      interpret: run forced kernels in the interpreter, on any machine; for tests.
       serving: limits and clock of `submit`, `step` and `run`.
 
     Raises:
@@ -97,20 +98,34 @@ class Engine:
         self,
         model: Model,
         *,
-        num_pages: int = 1024,
+        num_pages: int | None = None,
+        capacity_bytes: int | None = None,
         page_size: int = 16,
         chunk_size: int = 512,
         kv_dtype: str | None = None,
         reuse_granularity: Literal["token", "chunk"] = "token",
         max_deltas: int = 8,
         prefix_cache: bool = True,
+        eviction: EvictionPolicy = LRU(),  # noqa: B008
+        domain_quota_bytes: int | None = None,
+        host_tier_bytes: int = 0,
+        disk_tier: str | Path | None = None,
+        disk_tier_bytes: int = 2**34,
+        clock: Callable[[], float] = time.monotonic,
+        adapter_digest: str = "",
         poison_free_pages: bool = False,
+        implementation: str = "auto",
+        interpret: bool = False,
         serving: ServingConfig | None = None,
     ) -> None:
         if not isinstance(model, Model):
             raise ConfigError(f"model is a {type(model).__name__}, expected what jaxkv.load returns")
-        check_geometry(
+        kv_dtype = check_dtype(kv_dtype or model.dtype)
+        self._token_bytes = model.config.kv_bytes_per_token(jnp.dtype(kv_dtype).itemsize)
+        num_pages = check_geometry(
             num_pages=num_pages,
+            capacity_bytes=capacity_bytes,
+            token_bytes=self._token_bytes,
             page_size=page_size,
             chunk_size=chunk_size,
             reuse_granularity=reuse_granularity,
@@ -127,10 +142,11 @@ class Engine:
         self._contract = CacheContract(
             weights_digest=model.weights_digest,
             architecture=describe(model.config),
-            kv_dtype=kv_dtype or model.dtype,
+            kv_dtype=kv_dtype,
             chunk_grid=self._grid,
             tokenizer_digest=tokenizer.digest if tokenizer else "",
             template_digest=tokenizer.template_digest if tokenizer else "",
+            adapter_digest=adapter_digest,
         )
         self._memory = Memory(
             model.config,
@@ -139,6 +155,11 @@ class Engine:
             kv_dtype=self._contract.kv_dtype,
             grid=self._grid,
             poison=poison_free_pages,
+            backend=Backend(implementation, interpret),
+            eviction=check_policy(eviction),
+            clock=clock,
+            quota=self._quota_pages(domain_quota_bytes, page_size),
+            tiers=make_tiers(host_tier_bytes, disk_tier, disk_tier_bytes, self._grid),
         )
         if serving is not None and not isinstance(serving, ServingConfig):
             raise ConfigError(f"serving is a {type(serving).__name__}, expected jaxkv.ServingConfig")
@@ -154,37 +175,45 @@ class Engine:
 
     # ---- sequences in, values out ------------------------------------------------------------
 
-    @_interruptible
-    def prefill(self, tokens: Any, *, domain: str = "default", reuse: bool = True) -> StepResult:
+    @interruptible
+    def prefill(
+        self, tokens: Any, *, domain: str | Domain = "default", reuse: bool = True, priority: int = 0
+    ) -> StepResult:
         """Computes a prompt, reusing the longest exact prefix that `domain` has published.
 
         Args:
           tokens: token ids, n >= 1.
-          domain: isolation domain; domains share nothing.
+          domain: isolation domain, a tenant's name or a `Domain`; domains share nothing.
           reuse: False computes everything and publishes nothing: a fresh reference.
+          priority: of what is cached of it and of what grows from it, for the `Priority` policy.
 
         Raises:
           TokenError: empty, or an id outside the vocabulary.
           CapacityError: longer than the model's positions, or than the pool; the pool is unchanged.
         """
+        contract = self._contract.within(as_domain(domain))
+        return self._prefill(tokens, contract, reuse=reuse and self._prefix_cache, priority=priority)
+
+    def _prefill(self, tokens: Any, contract: CacheContract, *, reuse: bool, priority: int) -> StepResult:
         started = time.perf_counter()
         self._memory.begin()
         tokens = check_tokens(tokens, self.config)
         length = len(tokens)
-        contract = dataclasses.replace(self._contract, tenant=domain)
-        reuse = reuse and self._prefix_cache
         segments, matched, end = EMPTY_SEGMENTS, 0, MatchEnd(Cause.DISABLED, 0)
         if reuse:
             limit = length if self._grid == 1 else length - 1
-            match = self._memory.index.match(contract.digest(), tokens, limit=limit)
+            match = self._memory.match(contract, tokens, limit=limit)
             segments, matched, end = match.segments, match.length, match.end
         work = plan_prompt(tokens, segments, matched)
         try:
-            return self._apply(work, contract, end, started, publish=reuse)
+            result = self._apply(work, contract, end, started, publish=reuse, priority=priority)
+            if reuse:
+                self._memory.metrics.look_up(contract.domain, length, matched, end)
+            return result
         finally:
             self._memory.release(segments[:, PAGE])
 
-    @_interruptible
+    @interruptible
     def edit(self, sequence: Sequence, new_tokens: Any, policy: Policy) -> StepResult:
         """Answers for `new_tokens` from the KV of `sequence`, as `policy` allows.
 
@@ -221,9 +250,11 @@ class Engine:
         whole = work.prefix == len(tokens) == len(sequence)
         end = MatchEnd(Cause.COMPLETE if whole else Cause.TOKENS, work.prefix)
         on_grid = min(sequence.grid_length, work.prefix)
-        return self._apply(work, sequence.contract, end, started, grid_length=on_grid)
+        return self._apply(
+            work, sequence.contract, end, started, grid_length=on_grid, priority=sequence.priority
+        )
 
-    @_interruptible
+    @interruptible
     def extend(self, sequence: Sequence, tokens: Any) -> StepResult:
         """Appends `tokens` to `sequence`, which stays as it was. Exact if the sequence is."""
         started = time.perf_counter()
@@ -235,7 +266,9 @@ class Engine:
         # Chunks that begin where whole chunks ended are on the grid too.
         whole = sequence.grid_length == len(sequence)
         on_grid = len(work.tokens) if whole else sequence.grid_length
-        return self._apply(work, sequence.contract, where, started, grid_length=on_grid)
+        return self._apply(
+            work, sequence.contract, where, started, grid_length=on_grid, priority=sequence.priority
+        )
 
     def generate(
         self,
@@ -262,7 +295,7 @@ class Engine:
         )
         return self.generate_batch([sequence], max_tokens=max_tokens, sampling=sampling)[0]
 
-    @_interruptible
+    @interruptible
     def generate_batch(
         self,
         sequences: list[Sequence],
@@ -286,7 +319,7 @@ class Engine:
             check_length(len(sequence) + max_tokens, self.config)
         return self._decode(sequences, [max_tokens] * len(sequences), samplings, publish=True)
 
-    @_interruptible
+    @interruptible
     def score(self, sequence: Sequence, continuation: Any) -> Float32:
         """Logits f32[T, V]; row t predicts continuation[t] from the sequence and continuation[:t].
 
@@ -300,20 +333,20 @@ class Engine:
         outputs = self._peek(sequence, tokens[:-1]).outputs
         return np.concatenate([first, *(np.asarray(out.logits)[0, :n] for out, n in outputs)])
 
-    @_interruptible
+    @interruptible
     def attention_outputs(self, sequence: Sequence, continuation: Any) -> Float32:
         """Attention outputs f32[L, T, N·H] of `continuation` fed behind `sequence`, which stays."""
         tokens = check_tokens(continuation, self.config, "continuation")
         outputs = self._peek(sequence, tokens).outputs
         return np.concatenate([np.asarray(out.attention)[:, 0, :n] for out, n in outputs], axis=1)
 
-    @_interruptible
+    @interruptible
     def read_kv(self, sequence: Sequence) -> KVState:
         """Keys (un-rotated) and values of a sequence, read back to the host in float32."""
         self._require_live(sequence)
         return read_kv(self._memory.pages[0], self._memory.pool, sequence, self.config)
 
-    @_interruptible
+    @interruptible
     def heal(self, sequence: Sequence, *, tokens: int) -> StepResult:
         """Recomputes the next `tokens` stale positions of `sequence`, which stays as it was.
 
@@ -384,7 +417,7 @@ class Engine:
         signals, flops = read_signals(self._memory, self._params, source, result)
         return dataclasses.replace(found.estimate(signals), flops=flops)
 
-    @_interruptible
+    @interruptible
     def displace(self, sequence: Sequence, spans: tuple[Span, ...]) -> Sequence:
         """A control: `sequence`, exact, with spans rotated away and back as a relocation would.
 
@@ -397,13 +430,13 @@ class Engine:
         finally:
             self._memory.release(fresh)
 
-    @_interruptible
+    @interruptible
     def fork(self, sequence: Sequence) -> Sequence:
         """A second handle on the same state, released on its own. Copies no KV."""
         self._require_live(sequence)
         return self._memory.adopt(lambda id: dataclasses.replace(sequence, id=id))
 
-    @_interruptible
+    @interruptible
     def release(self, sequence: Sequence) -> None:
         """Gives the sequence's pages back. What was published stays in the prefix index.
 
@@ -424,7 +457,7 @@ class Engine:
         *,
         max_tokens: int,
         sampling: Sampling | None = None,
-        domain: str = "default",
+        domain: str | Domain = "default",
         priority: int = 0,
         arrival: float | None = None,
     ) -> Request:
@@ -447,6 +480,7 @@ class Engine:
         tokens = check_tokens(tokens, self.config)
         check_length(len(tokens) + check_count("max_tokens", max_tokens), self.config)
         sampling = Sampling(stop=self.end_tokens) if sampling is None else sampling
+        as_domain(domain)  # or a ConfigError, here and not in some later step
         return self._loop.submit(
             tokens,
             max_tokens=max_tokens,
@@ -456,12 +490,12 @@ class Engine:
             arrival=arrival,
         )
 
-    @_interruptible
+    @interruptible
     def step(self) -> Round:
         """One scheduling round: admits, computes parts of prompts, decodes a batch, ends requests."""
         return self._loop.round(self._worker())
 
-    @_interruptible
+    @interruptible
     def run(self) -> list[RequestResult]:
         """Rounds until every request has ended, those that arrive later included.
 
@@ -472,7 +506,7 @@ class Engine:
         """
         return self._loop.run(self._worker())
 
-    @_interruptible
+    @interruptible
     def cancel(self, request: Request) -> RequestResult:
         """Ends a request with what it has and gives back its own pages, nobody else's.
 
@@ -484,7 +518,7 @@ class Engine:
     def _worker(self) -> Worker:
         return Worker(
             memory=self._memory,
-            contract=lambda domain: dataclasses.replace(self._contract, tenant=domain),
+            contract=lambda domain: self._contract.within(as_domain(domain)),
             grid=self._grid,
             reuse=self._prefix_cache,
             prefill=self.prefill,
@@ -495,19 +529,22 @@ class Engine:
             text=self._text,
         )
 
-    def replace_params(self, params: Params, weights_digest: str) -> None:
+    def replace_params(self, params: Params, weights_digest: str, adapter_digest: str = "") -> None:
         """Takes new weights. Everything cached under the old ones is unreachable at once.
 
         Raises:
           ConfigError: a weight is missing or has another shape than the old one.
         """
         check_params(params, self._params)
-        self._params = params
-        self._contract = dataclasses.replace(self._contract, weights_digest=weights_digest)
+        self._memory.past.append(self._contract)
+        contract = dataclasses.replace(
+            self._contract, weights_digest=weights_digest, adapter_digest=adapter_digest
+        )
+        self._params, self._contract = params, contract
 
     @property
     def contract(self) -> CacheContract:
-        """The contract under which KV is made here; each domain's has its own `tenant`."""
+        """The contract under which KV is made here; each domain has its own, by `within`."""
         return self._contract
 
     @property
@@ -516,27 +553,16 @@ class Engine:
         extra = self.model.tokenizer.eos_ids if self.model.tokenizer else ()
         return tuple(sorted({*self.config.eos_token_ids, *extra}))
 
-    def stats(self) -> dict[str, int]:
-        """Counters: pages free, live and held by the index, tokens by kind, shapes of steps run."""
-        memory = self._memory
-        memory.begin()
-        return {
-            "pages_total": memory.pool.num_pages,
-            "pages_free": memory.pool.free_count,
-            "pages_live": memory.pool.live_count,
-            "pages_cached": memory.index.pages,
-            "pages_evicted": memory.evicted,
-            "sequences": len(memory.live),
-            "requests": len(self._loop.jobs),
-            "preemptions": self._loop.preemptions,
-            "index_nodes": memory.index.nodes,
-            "index_tokens": memory.index.tokens,
-            "shapes": len(self._shapes),
-            "matched_tokens": self._counters["matched"],
-            "relocated_tokens": self._counters["relocated"],
-            "forwarded_tokens": self._counters["forwarded"],
-            "generated_tokens": self._counters["generated"],
-        }
+    def stats(self, domain: str | Domain | None = None) -> Stats:
+        """Counters: pages, tokens by kind, lookups by how they ended, evictions, lifetimes in seconds.
+
+        With a domain: what that domain may know, its own lookups and what it has cached.
+        """
+        self._memory.begin()
+        if domain is not None:
+            return domain_stats(self._memory, self._contract.within(as_domain(domain)))
+        loop = {"requests": len(self._loop.jobs), "preemptions": self._loop.preemptions}
+        return engine_stats(self._memory, self._counters, len(self._shapes)) | loop
 
     def check(self) -> None:
         """Integrity: sequences and the prefix index account for every page, or a HandleError."""
@@ -553,6 +579,7 @@ class Engine:
         *,
         grid_length: int = 0,
         publish: bool = True,
+        priority: int = 0,
     ) -> StepResult:
         """Executes a plan: materializes if asked, computes, hands out, publishes, reports.
 
@@ -597,6 +624,7 @@ class Engine:
                     provenance=work.provenance,
                     contract=contract,
                     grid_length=on_grid // self._grid * self._grid,
+                    priority=priority,
                     rotate=work.rotate,
                     logits=result,
                 )
@@ -692,6 +720,7 @@ class Engine:
                 provenance=source.continued(end),
                 contract=source.contract,
                 grid_length=source.grid_length,
+                priority=source.priority,
                 rotate=source.rotate,
                 logits=decoded.logits,
             )
@@ -712,9 +741,7 @@ class Engine:
     def _publish(self, sequence: Sequence) -> None:
         """Offers what is exact to the prefix index: after the step returned, never before."""
         if self._prefix_cache:
-            limit = sequence.grid_length if self._grid > 1 else len(sequence)
-            prefix = sequence.exact_prefix(limit)
-            self._memory.index.insert(sequence.contract.digest(), prefix.tokens, prefix.segments)
+            self._memory.publish(sequence, sequence.grid_length if self._grid > 1 else len(sequence))
 
     # ---- checks --------------------------------------------------------------------------------
 
@@ -726,5 +753,5 @@ class Engine:
             raise HandleError(
                 f"sequence {sequence.id} was released or is another engine's, expected a live one"
             )
-        tenant = sequence.contract.tenant
-        dataclasses.replace(self._contract, tenant=tenant).require(sequence.contract)
+        theirs = sequence.contract
+        self._contract.within(theirs.domain, scope=theirs.scope).require(theirs)

@@ -90,7 +90,9 @@ def compute(
         slots = np.full(len(positions), drop, np.int32)
 
     def one(pages: Pages, step: StepInput) -> tuple[Pages, StepOutput]:
-        out = run_step(params, pages, step, config=config, logits=logits, capture=capture)
+        out = run_step(
+            params, pages, step, config=config, logits=logits, capture=capture, backend=memory.backend
+        )
         # The pages belong to the memory alone: the next step takes them.
         return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
 
@@ -149,7 +151,7 @@ def move_slots(memory: Memory, source: Int32, target: Int32, delta: Int32) -> No
     drop = memory.pool.num_slots
 
     def move(pages: Pages, moves: Moves) -> tuple[Pages, None]:
-        return relocate(pages, (moves,), config=memory.config), None
+        return relocate(pages, (moves,), config=memory.config, backend=memory.backend), None
 
     for start in range(0, len(source), MOVE_SLOTS):
         part = slice(start, start + MOVE_SLOTS)

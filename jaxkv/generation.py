@@ -107,7 +107,7 @@ def decode_batch(
     stopped = np.zeros(size, bool)
 
     def one(pages: Pages, inputs: DecodeInput) -> tuple[Pages, DecodeOutput]:
-        out = decode_many(params, pages, inputs, config=memory.config)
+        out = decode_many(params, pages, inputs, config=memory.config, backend=memory.backend)
         return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
 
     for number in range(rounds):

@@ -7,7 +7,9 @@ row; a step's fresh pages are held by the step until its sequence is handed out.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,18 +17,29 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from jaxkv.cache.contract import PUBLIC, CacheContract
+from jaxkv.cache.domain import Domain
+from jaxkv.cache.eviction import LRU, CostPerByte, EvictionPolicy
+from jaxkv.cache.match import Cause, Match, MatchEnd
+from jaxkv.cache.metrics import Metrics
 from jaxkv.cache.pages import make_pages, poison_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.sequence import Sequence
+from jaxkv.cache.tiers import Tiers
+from jaxkv.cache.tree import Pin
 from jaxkv.errors import CapacityError, HandleError
+from jaxkv.model.backend import AUTO, Backend
 from jaxkv.model.config import ModelConfig
+from jaxkv.reuse.ledger import attention_flops, token_flops
 from jaxkv.schedule import Placement, place
 from jaxkv.steps import Pages
+from jaxkv.tiering import complete, spill
 from jaxkv.typing import Int32
 
 T = TypeVar("T")
 _ids = itertools.count(1)
+MOST_PAST = 8  # contracts of earlier weights that a miss is explained with
 
 
 class Memory:
@@ -41,18 +54,51 @@ class Memory:
         kv_dtype: str,
         grid: int,
         poison: bool,
+        backend: Backend = AUTO,
+        eviction: EvictionPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        quota: int | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.config = config
+        self.backend = backend
         self.kv_dtype = kv_dtype
         self.poison = poison
+        self.grid = grid
+        self.clock = clock
+        self.eviction = _with_costs(eviction or LRU(), config)
+        self.page_bytes = page_size * config.kv_bytes_per_token(jax.numpy.dtype(kv_dtype).itemsize)
+        self.metrics = Metrics()
+        self.quota = quota  # pages, of a domain that has no quota of its own
+        self.quotas: dict[Domain, int | None] = {}
+        self.tiers = tiers
+        self.past: collections.deque[CacheContract] = collections.deque(maxlen=MOST_PAST)
         self.pool = PagePool(num_pages, page_size)
-        self.index = PrefixIndex(self.pool, grid=grid)
+        self.index = self._make_index()
         self.live: dict[int, Int32] = {}  # held pages of every sequence handed out, by id
         self.interrupted = False  # a call ended by Ctrl-C or the like
         self.evicted = 0  # pages taken from the index to make room
         self._lost = False
         self._collected: collections.deque[int] = collections.deque()
         self.pages = self._make_pages()
+
+    def _make_index(self) -> PrefixIndex:
+        index = PrefixIndex(
+            self.pool,
+            grid=self.grid,
+            policy=self.eviction,
+            page_bytes=self.page_bytes,
+            clock=self.clock,
+            metrics=self.metrics,
+            quota_of=self._quota_of,
+        )
+        index.gone = None if self.tiers is None else []
+        return index
+
+    def _quota_of(self, contract: CacheContract) -> int | None:
+        if contract.scope == PUBLIC:
+            return None
+        return self.quotas.get(contract.domain, self.quota)
 
     def _make_pages(self) -> Pages:
         try:
@@ -63,6 +109,7 @@ class Memory:
                     num_pages=self.pool.num_pages,
                     page_size=self.pool.page_size,
                     dtype=self.kv_dtype,
+                    platform=self.backend.storage_platform,
                 )
                 for group in self.config.groups
             )
@@ -79,20 +126,21 @@ class Memory:
         return pages
 
     def begin(self) -> None:
-        """Starts a call: releases what was garbage-collected, and mends what the last call broke."""
+        """Starts a call: lets go what was collected or expired, and mends what the last call broke."""
         if any(group.kv.is_deleted() for group in self.pages):
             self._lose()
         if self._lost:
             self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
-            self.index = PrefixIndex(self.pool, grid=self.index.grid)
+            self.index = self._make_index()
             self.pages = self._make_pages()
         elif self.interrupted:
             # It may have struck between an array operation and its note: only the sequences that were
             # handed out are certain.
-            self.index = PrefixIndex(self.pool, grid=self.index.grid)
+            self.index = self._make_index()
             self._freed(self.pool.rebuild(self.live.values()))
         self._lost = self.interrupted = False
         self.collect()
+        self._freed(self.index.expire())
 
     def run(self, step: Callable[..., tuple[Pages, T]], *inputs: Any) -> T:
         """Gives a step the pages, then `inputs`, and keeps the pages it returns.
@@ -137,7 +185,72 @@ class Memory:
         if missing > 0:
             freed = self.index.evict(missing)
             self.evicted += len(freed)
+            spill(self)
             self._freed(freed)
+
+    def match(self, contract: CacheContract, tokens: Int32, *, limit: int) -> Match:
+        """The longest cached prefix that `contract`'s domain may read, pinned: release its pages."""
+        root, public = contract.digest(), contract.within(Domain(), scope=PUBLIC).digest()
+        match = self.index.match(root, tokens, limit=limit, public=public)
+        match = complete(self, contract, tokens, limit, match)
+        if match.end.limiting is Cause.ABSENT:
+            match = dataclasses.replace(match, end=self._absence(contract, match.end))
+        return match
+
+    def peek(self, contract: CacheContract, tokens: Int32, *, limit: int) -> tuple[int, Int32]:
+        """Tokens that `match` would find in the pool, and their pages. Pins, ages and restores nothing."""
+        roots = (contract.digest(), contract.within(Domain(), scope=PUBLIC).digest())
+        return max((self.index.peek(root, tokens, limit=limit) for root in roots), key=lambda found: found[0])
+
+    def _absence(self, contract: CacheContract, end: MatchEnd) -> MatchEnd:
+        """Why a domain has nothing: maybe it has, under earlier weights."""
+        for past in reversed(self.past):
+            theirs = past.within(contract.domain, scope=contract.scope)
+            tree = self.index.tree(theirs.digest())
+            if theirs != contract and tree is not None and not tree.empty:
+                fields = tuple(name for name, *_ in contract.mismatch(theirs))
+                return MatchEnd(Cause.CONTRACT, end.position, fields=fields)
+        return end
+
+    def publish(self, sequence: Sequence, limit: int) -> None:
+        """Offers the exact prefix of a sequence to its domain: after the step returned, never before."""
+        prefix = sequence.exact_prefix(limit)
+        self.insert(sequence.contract, prefix.tokens, prefix.segments, sequence.priority)
+
+    def insert(self, contract: CacheContract, tokens: Int32, segments: Int32, priority: int = 0) -> None:
+        """Puts exact KV into the index and keeps the domain within its quota."""
+        root, public = contract.digest(), contract.within(Domain(), scope=PUBLIC).digest()
+        self.index.insert(
+            root,
+            tokens,
+            segments,
+            contract=contract,
+            priority=priority,
+            public=public if public != root else None,
+        )
+        self._enforce(root)
+
+    def _enforce(self, root: bytes) -> None:
+        freed = self.index.enforce(root)
+        spill(self)
+        self._freed(freed)
+
+    def set_quota(self, contract: CacheContract, pages: int | None) -> None:
+        """Limits the pages of a domain; what is over goes at once."""
+        self.quotas[contract.domain] = pages
+        self.index.set_quota(contract.digest(), pages)
+        self._enforce(contract.digest())
+
+    def pin(self, contract: CacheContract, tokens: Int32, seconds: float | None) -> Pin:
+        """Keeps what is cached of `tokens`, for a while or until it is unpinned."""
+        until = None if seconds is None else self.clock() + seconds
+        return self.index.pin(contract.digest(), tokens, until)
+
+    def forget(self, contract: CacheContract) -> None:
+        """Drops all that is cached under a contract, in all tiers; sequences in use keep their pages."""
+        self._freed(self.index.drop(contract.digest()))
+        if self.tiers is not None:
+            self.tiers.forget(contract.digest())
 
     def commit(self, placement: Placement) -> None:
         """Makes the slots that a returned step wrote count."""
@@ -174,3 +287,14 @@ class Memory:
         self.begin()
         self.index.check()
         self.pool.check([*self.live.values(), *self.index.references()])
+
+
+def _with_costs(policy: EvictionPolicy, config: ModelConfig) -> EvictionPolicy:
+    """The policy with the model's costs where it needs them and was given none."""
+    if not isinstance(policy, CostPerByte):
+        return policy
+    token, attention = policy.token_flops, policy.attention_flops
+    return CostPerByte(
+        token_flops=token_flops(config) if token is None else token,
+        attention_flops=attention_flops(config) if attention is None else attention,
+    )

@@ -80,6 +80,8 @@ def place(
       CapacityError: not enough free pages; the pool is unchanged.
     """
     size = pool.page_size
+    if int(positions[-1]) - int(positions[0]) == len(positions) - 1:
+        return _place_run(pool, base, int(positions[0]), len(positions), claimed, make_room)
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     run_starts = np.concatenate([[0], breaks])
     run_ends = np.concatenate([breaks, [len(positions)]])
@@ -117,6 +119,44 @@ def place(
     return Placement(slots=np.concatenate(slots).astype(np.int32), segments=segments, fresh=fresh)
 
 
+def _place_run(
+    pool: PagePool,
+    base: Int32,
+    start: int,
+    count: int,
+    claimed: set[int] | None,
+    make_room: Callable[[int], None] | None,
+) -> Placement:
+    """`place` for one run, the common case: no array operation here is as long as the sequence."""
+    size, end = pool.page_size, start + count
+    # Behind the last row is where a run mostly goes; only elsewhere are the rows searched.
+    last = base[-1:]
+    behind = last if len(last) and int(last[0, FIRST]) + int(last[0, HI]) == start else base
+    tail = _open_tail(pool, behind, ends(behind), start, count, claimed)
+    used = tail[2] - tail[1] if tail else 0
+    births = np.arange(start + used, end, size, dtype=np.int32)
+    if make_room is not None:
+        make_room(len(births))
+    fresh = pool.allocate(births)
+    first = 1 if tail else 0
+    segments = np.empty((len(fresh) + first, 4), np.int32)
+    slots = np.empty(used + len(fresh) * size, np.int32)
+    if tail:
+        segments[0] = tail
+        slots[:used] = np.arange(tail[0] * size + tail[1], tail[0] * size + tail[2])
+        if claimed is not None:
+            claimed.add(tail[0])
+    if len(fresh):
+        segments[first:, PAGE] = fresh
+        segments[first:, LO] = 0
+        segments[first:, HI] = size
+        segments[first:, FIRST] = births
+        segments[-1, HI] = end - int(births[-1])
+        np.add(fresh[:, None] * np.int32(size), np.arange(size, dtype=np.int32),
+               out=slots[used:].reshape(-1, size))  # fmt: skip
+    return Placement(slots=slots[:count], segments=segments, fresh=fresh)
+
+
 def _open_tail(
     pool: PagePool,
     base: Int32,
@@ -125,7 +165,7 @@ def _open_tail(
     count: int,
     claimed: set[int] | None,
 ) -> tuple[int, int, int, int] | None:
-    at = int(np.searchsorted(base_ends, start))
+    at = int(np.searchsorted(base_ends, np.int32(start)))  # not a Python int: see `clip`
     if at >= len(base) or base_ends[at] != start:
         return None
     page, hi, first = (int(base[at, c]) for c in (PAGE, HI, FIRST))

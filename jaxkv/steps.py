@@ -17,6 +17,8 @@ from flax import struct
 from jaxkv.cache.pages import KVPages, read_slots, write_slots
 from jaxkv.cache.table import GroupInput, PageTable, StepInput
 from jaxkv.errors import HandleError, RelocationError
+from jaxkv.model.attention import append_of
+from jaxkv.model.backend import AUTO, Backend
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.params import Params
 from jaxkv.model.rope import rope_angles, rotate
@@ -69,11 +71,20 @@ def _check_live(pages: Pages) -> None:
             )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "logits", "capture"), donate_argnames=("pages",))
+@functools.partial(
+    jax.jit, static_argnames=("config", "logits", "capture", "backend"), donate_argnames=("pages",)
+)
 def _step(
-    params: Params, pages: Pages, step: StepInput, *, config: ModelConfig, logits: str, capture: bool
+    params: Params,
+    pages: Pages,
+    step: StepInput,
+    *,
+    config: ModelConfig,
+    logits: str,
+    capture: bool,
+    backend: Backend,
 ) -> StepOutput:
-    return forward_step(params, pages, step, config=config, logits=logits, capture=capture)
+    return forward_step(params, pages, step, config=config, logits=logits, capture=capture, backend=backend)
 
 
 def run_step(
@@ -84,6 +95,7 @@ def run_step(
     config: ModelConfig,
     logits: str = "last",
     capture: bool = False,
+    backend: Backend = AUTO,
 ) -> StepOutput:
     """Compiled `forward_step`. Donates `pages`.
 
@@ -91,26 +103,34 @@ def run_step(
       HandleError: `pages` was already donated.
     """
     _check_live(pages)
-    out: StepOutput = _step(params, pages, step, config=config, logits=logits, capture=capture)
+    out: StepOutput = _step(
+        params, pages, step, config=config, logits=logits, capture=capture, backend=backend
+    )
     return out
 
 
-def prefill(params: Params, pages: Pages, step: StepInput, *, config: ModelConfig) -> tuple[Pages, Array]:
+def prefill(
+    params: Params, pages: Pages, step: StepInput, *, config: ModelConfig, backend: Backend = AUTO
+) -> tuple[Pages, Array]:
     """Computes T tokens a sequence at any positions: prompt chunk, appended text, or repair.
 
     Returns the new pages and logits f32[B, V] of each row's last valid token.
     """
-    out = run_step(params, pages, step, config=config)
+    out = run_step(params, pages, step, config=config, backend=backend)
     return out.pages, out.logits
 
 
-def decode(params: Params, pages: Pages, step: StepInput, *, config: ModelConfig) -> tuple[Pages, Array]:
+def decode(
+    params: Params, pages: Pages, step: StepInput, *, config: ModelConfig, backend: Backend = AUTO
+) -> tuple[Pages, Array]:
     """Computes one token a sequence (T = 1). Returns the new pages and logits f32[B, V]."""
-    return prefill(params, pages, step, config=config)
+    return prefill(params, pages, step, config=config, backend=backend)
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pages",))
-def _decode_many(params: Params, pages: Pages, inputs: DecodeInput, *, config: ModelConfig) -> DecodeOutput:
+@functools.partial(jax.jit, static_argnames=("config", "backend"), donate_argnames=("pages",))
+def _decode_many(
+    params: Params, pages: Pages, inputs: DecodeInput, *, config: ModelConfig, backend: Backend
+) -> DecodeOutput:
     batch, steps = inputs.slots[0].shape
     drop = tuple(group.num_slots for group in pages)
 
@@ -138,7 +158,7 @@ def _decode_many(params: Params, pages: Pages, inputs: DecodeInput, *, config: M
             lengths=active.astype(jnp.int32),
             groups=groups,
         )
-        out = forward_step(params, pages, step, config=config)
+        out = forward_step(params, pages, step, config=config, backend=backend)
         tokens = tokens.at[:, i].set(jnp.where(active, token, -1))
         logits = jnp.where(active[:, None], out.logits, logits)
         counts = counts + active.astype(jnp.int32)
@@ -156,7 +176,14 @@ def _decode_many(params: Params, pages: Pages, inputs: DecodeInput, *, config: M
     return DecodeOutput(pages=pages, tokens=tokens, counts=counts, stopped=stopped, logits=logits)
 
 
-def decode_many(params: Params, pages: Pages, inputs: DecodeInput, *, config: ModelConfig) -> DecodeOutput:
+def decode_many(
+    params: Params,
+    pages: Pages,
+    inputs: DecodeInput,
+    *,
+    config: ModelConfig,
+    backend: Backend = AUTO,
+) -> DecodeOutput:
     """Generates up to `steps` tokens a row in one compiled loop, sampling inside. Donates `pages`.
 
     Each iteration draws a token from the logits at hand, stops the row if it is a stop token, else
@@ -167,33 +194,35 @@ def decode_many(params: Params, pages: Pages, inputs: DecodeInput, *, config: Mo
       HandleError: `pages` was already donated.
     """
     _check_live(pages)
-    out: DecodeOutput = _decode_many(params, pages, inputs, config=config)
+    out: DecodeOutput = _decode_many(params, pages, inputs, config=config, backend=backend)
     return out
 
 
-def _relocate_group(group: KVPages, moves: Moves, config: ModelConfig) -> KVPages:
+def _relocate_group(group: KVPages, moves: Moves, config: ModelConfig, backend: Backend) -> KVPages:
     # R(-d) is R(d) transposed: cosine even, sine odd. Tables start at position 0.
     cos, sin = rope_angles(jnp.abs(moves.delta), config.rope, config.max_positions)
     cos, sin = cos[:, None], (sin * jnp.sign(moves.delta).astype(jnp.float32)[:, None])[:, None]
-    head_dim = config.head_dim
+    head_dim, append = config.head_dim, append_of(backend)
 
     def copy_layer(layer: Array, pages: KVPages) -> KVPages:
         rows = read_slots(pages, layer, moves.source).astype(jnp.float32)
         # No magnitude here: YaRN's factor went into the key at birth.
         keys = rotate(rows[..., :head_dim], cos, sin)
-        return write_slots(pages, layer, moves.target, keys, rows[..., head_dim:])
+        return write_slots(pages, layer, moves.target, keys, rows[..., head_dim:], append)
 
     layers = group.kv.shape[0] // group.num_pages
     moved: KVPages = jax.lax.fori_loop(0, layers, copy_layer, group)
     return moved
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("pages",))
-def _relocate(pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig) -> Pages:
-    return tuple(_relocate_group(g, m, config) for g, m in zip(pages, moves, strict=True))
+@functools.partial(jax.jit, static_argnames=("config", "backend"), donate_argnames=("pages",))
+def _relocate(pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig, backend: Backend) -> Pages:
+    return tuple(_relocate_group(g, m, config, backend) for g, m in zip(pages, moves, strict=True))
 
 
-def relocate(pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig) -> Pages:
+def relocate(
+    pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig, backend: Backend = AUTO
+) -> Pages:
     """Copies slots of every layer with K' = R(delta) K, V' = V, in float32. Donates `pages`.
 
     The literal form of Suffix Cache Reuse (arXiv 2609.37725 §4.3), and the reference for the view form.
@@ -207,5 +236,5 @@ def relocate(pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig) -> 
     reason = config.relocation_refused
     if reason:
         raise RelocationError(f"keys cannot be moved: {reason}, expected positions that compose")
-    moved: Pages = _relocate(pages, moves, config=config)
+    moved: Pages = _relocate(pages, moves, config=config, backend=backend)
     return moved

@@ -214,10 +214,9 @@ def _kernel(count_ref: Any, start_ref: Any, *refs: Any, tiling: Tiling) -> None:
         if t.scaled:
             scale_copy(j)[1].wait()
 
-    @pl.when(unit == 0)
-    def _() -> None:
-        for k in range(t.depth - 1):
-            start_copies(jnp.int32(k))
+    # A unit's first copies were started by the unit before it.
+    opening = jnp.where(unit == 0, t.depth - 1, 0)
+    lax.fori_loop(0, opening, lambda k, _: start_copies(k), None)
 
     peak_ref[...] = jnp.full(peak_ref.shape, PEAK, jnp.float32)
     total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)

@@ -115,7 +115,9 @@ def run(
     factors = None
     if scale is not None:
         # In the order of the tables, and 0 where nobody reads: unowned scales may be NaN.
-        factors = jnp.asarray(scale).at[page].get(mode="clip")
+        # Gathered as flat rows: of [K, P, 2] blocks XLA for v6e and tpu7x pads all scales to tiles.
+        flat = jnp.asarray(scale).reshape(kv.shape[0], -1)
+        factors = flat.at[page].get(mode="clip").reshape(*page.shape, kv_heads, size, 2)
         factors = jnp.where((where < NOWHERE)[:, :, None, :, None], factors, 0.0)
         factors = factors.reshape(batch, blocks, tiling.block, kv_heads, size, 2)
         factors = factors.transpose(0, 1, 5, 3, 2, 4).reshape(batch * blocks, 2 * kv_heads, -1)

@@ -93,7 +93,7 @@ def relocate_pages(
         ),
         out_shape=outs,
         input_output_aliases={4: 0},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), has_side_effects=True),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         cost_estimate=pl.CostEstimate(
             flops=6 * count * kv_heads * size * half, transcendentals=0, bytes_accessed=2 * count * page_bytes
         ),

@@ -196,7 +196,7 @@ def test_generation_out_of_range_names_the_argument(engine: jaxkv.Engine, text: 
             ),
             "2 rows",
         ),
-        (lambda: engine.prefill(text(20), domain=5), "tenant is a int"),  # type: ignore[arg-type]
+        (lambda: engine.prefill(text(20), domain=5), "domain is a int"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError, match=says):
             call()

@@ -13,7 +13,7 @@ from rich.console import Console
 from experiments.config import TINY_MODEL
 from experiments.paper_model import QWEN36_27B
 from experiments.records import Record
-from experiments.report.plots import _COLOURS, STYLE, _figure
+from experiments.report.plots import COLOURS, STYLE, _figure
 from experiments.report.tables import Table, write_tables
 from jaxkv.reuse.bill import bill
 
@@ -199,7 +199,7 @@ def _figure_of(rows: list[Record], config: CostConfig) -> Figure:
     places = np.arange(len(rows))[::-1]
     for number, (name, values) in enumerate(measures):
         axes.barh(places - (number - (len(measures) - 1) / 2) * height, values, height, label=name,
-                  color=_COLOURS[(3, 6, 5)[number]])  # fmt: skip
+                  color=COLOURS[(3, 6, 5)[number]])  # fmt: skip
     axes.set_yticks(places, [f"{r['edit']}\n{r['policy']}" for r in rows], fontsize=7)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("relative to an exact edit at the start")

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from experiments.config import TINY_MODEL
 from experiments.records import Record
-from experiments.report.plots import _COLOURS, STYLE, _figure
+from experiments.report.plots import COLOURS, STYLE, _figure
 from experiments.report.tables import Table, write_tables
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def answer(rows: list[Row], model: str) -> str:
         f"without it, at p95 {_seconds(best.ttft_p95)} against {_seconds(plain.ttft_p95)}, and "
         f"{best.tokens_per_second:.1f} tokens were generated a second against {plain.tokens_per_second:.1f}"
     )
-    if len(pairs) > 1:
-        worst = min(pairs, key=lambda pair: pair[0].hit_rate)[0]
+    worst = min(pairs, key=lambda pair: pair[0].hit_rate)[0]
+    if worst.hit_rate < best.hit_rate:
         text += f" (cell {best.cell}; lowest, {worst.cell}: {worst.hit_rate:.0%} found)"
     if model == TINY_MODEL:
         text = f"Smoke run with random weights, so the figures mean nothing beyond it: {text}"
@@ -212,7 +212,7 @@ def _ttft(records: list[Record]) -> Figure:
     cells = list(dict.fromkeys(r["case"] for r in records))
     for record in records:
         values = np.sort([r["ttft"] for r in record["requests"] if r["ttft"] is not None])
-        colour = _COLOURS[(1 + cells.index(record["case"])) % len(_COLOURS)]
+        colour = COLOURS[(1 + cells.index(record["case"])) % len(COLOURS)]
         reuse = record["policy"] == "reuse"
         axes.step(
             values,
@@ -234,12 +234,12 @@ def _tokens(rows: list[Row]) -> Figure:
     axes = figure.add_subplot()
     shown = list(reversed(rows))
     places = np.arange(len(shown))
-    axes.barh(places, [r.hit_tokens for r in shown], color=_COLOURS[5], height=0.62, label="found")
+    axes.barh(places, [r.hit_tokens for r in shown], color=COLOURS[5], height=0.62, label="found")
     axes.barh(
         places,
         [r.computed_tokens for r in shown],
         left=[r.hit_tokens for r in shown],
-        color=_COLOURS[1],
+        color=COLOURS[1],
         height=0.62,
         label="computed",
     )

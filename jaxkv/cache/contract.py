@@ -12,15 +12,18 @@ import hashlib
 import json
 from typing import Any
 
+from jaxkv.cache import domain
+from jaxkv.cache.domain import Domain
 from jaxkv.errors import ConfigError, ContractError, FormatError
 from jaxkv.model.config import ModelConfig
 
 PAGE_LAYOUT = 1  # version of what a page's bytes mean; raise it with every change to `KVPages`
 # Isolation domains: whoever reads an error about a foreign cache must not learn whose it is.
-WITHHELD_FIELDS = ("tenant", "salt")
+WITHHELD_FIELDS = domain.FIELDS
 WITHHELD = "(withheld)"
+PUBLIC = "public"  # the scope of a declared prefix, which every domain may read
 
-_MAGIC = b"jaxkv.contract.1\n"
+_MAGIC = b"jaxkv.contract.2\n"
 _INT, _STR = b"i", b"s"
 
 
@@ -29,6 +32,7 @@ class CacheContract:
     """Everything that KV state depends on, and whom it belongs to.
 
     Digests are hex strings of content, never names: "" means that there is no such part.
+    `docs/contract.md` says for each field which fault it prevents.
     """
 
     weights_digest: str
@@ -40,7 +44,10 @@ class CacheContract:
     tokenizer_digest: str = ""
     template_digest: str = ""
     adapter_digest: str = ""
+    scope: str = ""  # "" = one domain's, `PUBLIC` = a declared prefix; no Domain can set it
     tenant: str = ""
+    authorization: str = dataclasses.field(default="", repr=False)
+    instance: str = ""
     salt: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self) -> None:
@@ -126,12 +133,26 @@ class CacheContract:
             found += named or [(field.name, ours, theirs)]
         return tuple(found)
 
+    @property
+    def domain(self) -> Domain:
+        """Whose KV it is."""
+        return Domain(**{name: getattr(self, name) for name in domain.FIELDS})
+
+    def within(self, owner: Domain, *, scope: str = "") -> CacheContract:
+        """The same contract for what belongs to `owner`."""
+        return _within(self, owner, scope)
+
     def require(self, other: CacheContract) -> None:
         """Raises a ContractError naming the first field that differs and both values, if any."""
         if found := self.mismatch(other):
             name, ours, theirs = found[0]
             more = _more(len(found) - 1)
             raise ContractError(f"contract field {name} is {theirs!r}, expected {ours!r}{more}")
+
+
+@functools.lru_cache(maxsize=4096)  # so that a request of a known domain hashes nothing
+def _within(contract: CacheContract, owner: Domain, scope: str) -> CacheContract:
+    return dataclasses.replace(contract, scope=scope, **dataclasses.asdict(owner))
 
 
 def describe(config: ModelConfig) -> str:

@@ -18,7 +18,12 @@ class Cause(enum.StrEnum):
     TOKENS = "tokens"  # what is cached here goes on with another token
     CHUNK = "chunk"  # no cached chunk goes on with these tokens (chunk granularity only)
     EXHAUSTED = "exhausted"  # what is cached here ends
-    ABSENT = "absent"  # nothing is cached under this contract
+    EVICTED = "evicted"  # what went on here was evicted for others
+    EXPIRED = "expired"  # what went on here was not used for too long
+    QUOTA = "quota"  # what went on here did not fit into the domain's quota
+    PINNED = "pinned"  # what goes on here is in a lower tier, and no page could be freed for it
+    ABSENT = "absent"  # nothing is cached for this domain under this contract
+    CONTRACT = "contract"  # the domain's cache is under a contract that differs
     GRANULARITY = "granularity"  # cut back to the chunk grid
     DISABLED = "disabled"  # the caller asked for no reuse
 
@@ -30,7 +35,12 @@ _EXPLANATIONS = {
     Cause.TOKENS: "tokens differ at position {at}",
     Cause.CHUNK: "the chunk from position {at} on is not cached",
     Cause.EXHAUSTED: "the cached run ends at position {at}",
-    Cause.ABSENT: "nothing is cached under this contract",
+    Cause.EVICTED: "what was cached from position {at} on was evicted",
+    Cause.EXPIRED: "what was cached from position {at} on has expired",
+    Cause.QUOTA: "what was computed from position {at} on did not fit into the domain's quota",
+    Cause.PINNED: "what is stored from position {at} on found no page: the rest is pinned or in use",
+    Cause.ABSENT: "nothing is cached for this domain under this contract",
+    Cause.CONTRACT: "what this domain has cached is under another contract",
     Cause.GRANULARITY: "cut back to the chunk grid at position {at}",
     Cause.DISABLED: "reuse was not asked for",
 }
@@ -43,10 +53,18 @@ class MatchEnd:
     cause: Cause
     position: int
     before: MatchEnd | None = None
+    fields: tuple[str, ...] = ()  # of the contract, that differ
 
     def __str__(self) -> str:
         text = _EXPLANATIONS[self.cause].format(at=self.position)
+        if self.fields:
+            text += f": {', '.join(self.fields)}"
         return text if self.before is None else f"{text}; before that, {self.before}"
+
+    @property
+    def limiting(self) -> Cause:
+        """The cause that a longer match would have to overcome: the one before the grid's, if any."""
+        return self.cause if self.before is None else self.before.limiting
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,6 +7,8 @@ addressed as `page + layer·num_pages`; slicing a layer out of the array would c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -37,17 +39,22 @@ class KVPages:
         return self.num_pages * self.page_size
 
 
+def check_dtype(dtype: str) -> str:
+    """Returns `dtype`, or raises a ConfigError for one that pages cannot have."""
+    if dtype not in KV_DTYPES:
+        raise ConfigError(
+            f"kv_dtype is '{dtype}', expected one of {', '.join(KV_DTYPES)}{nearest(dtype, KV_DTYPES)}"
+        )
+    return dtype
+
+
 def storage_dtype(dtype: str, platform: str) -> jnp.dtype:
     """The dtype in which `dtype` pages are stored on `platform`.
 
     XLA on CPU copies the whole pool at every bfloat16 scatter (seen on jax 0.10.2), never at an integer
     one, so there bfloat16 is kept as its bits; only gathered blocks and new tokens are converted.
     """
-    if dtype not in KV_DTYPES:
-        raise ConfigError(
-            f"kv_dtype is '{dtype}', expected one of {', '.join(KV_DTYPES)}{nearest(dtype, KV_DTYPES)}"
-        )
-    if dtype == "bfloat16" and platform == "cpu":
+    if check_dtype(dtype) == "bfloat16" and platform == "cpu":
         return jnp.dtype("uint16")
     return jnp.dtype(dtype)
 
@@ -88,7 +95,14 @@ def decode_storage(raw: Array, pages: KVPages) -> Array:
     return raw
 
 
-def write_slots(pages: KVPages, layer: int | Array, slots: Array, keys: Array, values: Array) -> KVPages:
+def write_slots(
+    pages: KVPages,
+    layer: int | Array,
+    slots: Array,
+    keys: Array,
+    values: Array,
+    append: Callable[..., Array] | None = None,
+) -> KVPages:
     """Writes new tokens of one layer. In place when `pages` is donated.
 
     Args:
@@ -97,12 +111,16 @@ def write_slots(pages: KVPages, layer: int | Array, slots: Array, keys: Array, v
       slots: i32[...], page·P + offset; `pages.num_slots`, like any other slot outside the pool,
         drops the write.
       keys, values: float32[..., K, H].
+      append: a kernel with the arguments of `pallas_kernels.append`; XLA's scatter when None.
     """
     kv_heads, head_dim = keys.shape[-2:]
     slots = slots.reshape(-1)
     page, offset = slots // pages.page_size, slots % pages.page_size
     # A dropped slot must leave the array as a whole, not land on the next layer's first page.
     row = jnp.where((page >= 0) & (page < pages.num_pages), page + layer * pages.num_pages, pages.kv.shape[0])
+    if append is not None:
+        keys, values = (x.reshape(-1, kv_heads, head_dim) for x in (keys, values))
+        return pages.replace(kv=append(pages.kv, row, offset, keys, values))  # type: ignore[attr-defined]
     rows = jnp.concatenate([keys, values], -1).reshape(-1, kv_heads, 2 * head_dim)
     kv = pages.kv.at[row, :, offset].set(_encode(rows, pages), mode="drop")
     return pages.replace(kv=kv)  # type: ignore[attr-defined]

@@ -3,8 +3,8 @@
 Edges end at any token, or only on a grid of chunks. On a grid no page is shared in part: rows of two
 pages would shift what attention folds together, and with it the last bits. Children are found by
 their first token (chunk), and tokens are always compared: a key is only an index. Roots are digests
-of cache contracts, so nothing is shared between two of them. Loops run over the nodes of one path;
-tokens and pages are handled by whole-array operations.
+of cache contracts, so nothing is shared between two of them, but what is declared public. Loops run
+over the nodes of one path; tokens and pages are handled by whole-array operations.
 
 References: a node holds one for each of its segment rows. `PrefixIndex.match` takes one for each
 row that it returns, **on behalf of the caller**, so that eviction between match and use takes
@@ -15,25 +15,24 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
+from jaxkv.cache.contract import CacheContract
 from jaxkv.cache.match import Cause, Match, MatchEnd
-from jaxkv.cache.pool import PagePool, as_int32
-from jaxkv.cache.radix import TOKEN_BYTES, Node, below, check_node, cut, require_exact, rows_along
-from jaxkv.cache.sequence import EMPTY_SEGMENTS, PAGE
+from jaxkv.cache.pool import as_int32
+from jaxkv.cache.radix import TOKEN_BYTES, Node, cut, require_exact, rows_along
+from jaxkv.cache.retention import Retention, pin_ids
+from jaxkv.cache.sequence import FIRST, HI, PAGE
+from jaxkv.cache.tree import Pin, Pinned
 from jaxkv.errors import ConfigError, HandleError, TokenError
 from jaxkv.typing import Int32
 
 __all__ = ["Cause", "Match", "MatchEnd", "PrefixIndex"]
 
-_ONE = np.int32(1)  # not a Python 1: see pool.py
-_NO_PAGES = EMPTY_SEGMENTS[:, PAGE]
 
-
-class PrefixIndex:
+class PrefixIndex(Retention):
     """Radix tree of token runs over the pages of one pool; see the module for who holds what.
 
     Attributes:
@@ -43,54 +42,14 @@ class PrefixIndex:
       tokens: tokens in all trees.
     """
 
-    def __init__(self, pool: PagePool, *, grid: int = 1) -> None:
-        if grid < 1:
-            raise ConfigError(f"grid is {grid}, expected at least 1 token")
-        self.pool = pool
-        self.grid = grid
-        self.nodes = 0
-        self.tokens = 0
-        self._roots: dict[bytes, Node] = {}
-        self._held: Int32 = np.zeros(pool.num_pages, np.int32)  # references of the index, by page
-        # Leaves by age. An entry is checked when it is popped, not updated when its leaf is
-        # touched: a touch costs nothing, and a leaf moves at most once for each time it was
-        # touched.
-        self._heap: list[tuple[int, int, Node]] = []
-        self._clock = 0
-        self._serial = 0
-
-    @property
-    def pages(self) -> int:
-        """Distinct pages that the index refers to."""
-        return int(np.count_nonzero(self._held))
-
-    @property
-    def reclaimable(self) -> int:
-        """Pages that nobody but the index holds: what `evict` can free at most."""
-        return int(np.count_nonzero(self._held == self.pool.refcount)) - self.pool.free_count
-
-    def obtainable(self, released: Iterable[Int32], kept: Int32) -> int:
-        """Pages that are free, or would be if others gave back `released` and the index all but `kept`.
-
-        Args:
-          released: references of others, i32[n] each.
-          kept: page ids i32[n] that are not to be counted.
-        """
-        ours = self._held.copy()
-        for pages in released:
-            np.add.at(ours, pages, _ONE)
-        obtainable = ours == self.pool.refcount
-        obtainable[kept] = False
-        return int(np.count_nonzero(obtainable))
-
-    def peek(self, root: bytes, tokens: Int32, *, limit: int) -> tuple[int, Int32]:
-        """Tokens of a prompt i32[n] that `match` would find, and their pages. Pins and ages nothing."""
-        path, end = self._walk(self._roots.get(root), tokens, min(limit, len(tokens)))
-        length = end.position // self.grid * self.grid
-        return length, rows_along(path, length)[:, PAGE]
-
     def match(
-        self, root: bytes, tokens: npt.ArrayLike, *, limit: int | None = None, granularity: int = 1
+        self,
+        root: bytes,
+        tokens: npt.ArrayLike,
+        *,
+        limit: int | None = None,
+        granularity: int = 1,
+        public: bytes | None = None,
     ) -> Match:
         """Finds the longest cached prefix and **pins** it. Changes the tree's ages, nothing else.
 
@@ -103,6 +62,7 @@ class PrefixIndex:
           tokens: i32[n], the prompt.
           limit: match at most this many tokens; n - 1 leaves one to compute.
           granularity: the length is cut back to a multiple of this and of the grid, in tokens.
+          public: the root of declared prefixes, which are looked at too; the longer match counts.
         Raises:
           TokenError: the tokens are not a one-dimensional int32 array.
           ConfigError: a negative limit, or a granularity below 1.
@@ -113,25 +73,46 @@ class PrefixIndex:
         if granularity < 1:
             raise ConfigError(f"granularity is {granularity}, expected at least 1 token")
         wanted = len(prompt) if limit is None else min(limit, len(prompt))
-        path, end = self._walk(self._roots.get(root), prompt, wanted)
+        text = prompt[:wanted].tobytes()
+        path, end = self._walk(root, prompt, text)
+        if public is not None and public in self._trees:
+            shared, until = self._walk(public, prompt, text)
+            if until.position > end.position:
+                path, end = shared, until
         step = math.lcm(granularity, self.grid)
         length = end.position // step * step
         if length < end.position:
             end = MatchEnd(Cause.GRANULARITY, length, before=end)
-        self._touch(path)
+        if path:
+            now = self.clock()
+            self.metrics.gaps.add(now - path[-1].used)
+            self._touch(path, now, uses=1)
         segments = rows_along(path, length)
         self.pool.retain_held(segments[:, PAGE])
         return Match(length, segments, end)
 
-    def insert(self, root: bytes, tokens: npt.ArrayLike, segments: Int32) -> int:
+    def insert(
+        self,
+        root: bytes,
+        tokens: npt.ArrayLike,
+        segments: Int32,
+        *,
+        contract: CacheContract | None = None,
+        priority: int = 0,
+        public: bytes | None = None,
+    ) -> int:
         """Indexes the KV of a prompt. Where its tokens are cached already, the first copy stays.
 
         The index takes references of its own for what it keeps; those of the caller are untouched.
+        Nothing goes for it: where the domain has a quota, `enforce` comes next.
 
         Args:
           root: the digest of the cache contract.
           tokens: i32[n], all exact; nothing else may get here (`Sequence.exact_prefix`).
           segments: i32[W, 4], positions 0..n-1 in order, written slots where they were born.
+          contract: of which `root` is the digest; without it no quota holds and nothing is spilled.
+          priority: for the policy of that name; entries keep the highest they were given.
+          public: the root of declared prefixes, whose pages no quota counts.
         Returns:
           Tokens that were not cached before.
         Raises:
@@ -146,113 +127,116 @@ class PrefixIndex:
             raise HandleError(f"{n} tokens are published, expected a multiple of the grid {self.grid}")
         if n == 0:
             return 0
-        top = self._roots.get(root)
-        if top is None:
-            top = self._roots[root] = Node(None, 0, b"", EMPTY_SEGMENTS, 0)
-        path, end = self._walk(top, prompt, n)
-        self._touch(path)
-        at = end.position // self.grid * self.grid
-        if at == n:
-            return 0
+        tree = self._tree_for(root, contract)
+        text = prompt.tobytes()
+        path, end = self._walk(root, prompt, text)
+        now, at = self.clock(), end.position // self.grid * self.grid
         while path and path[-1].start >= at:  # they agree in less than their first chunk
             path.pop()
-        parent = path[-1] if path else top
-        if at < parent.end:
-            parent = self._split(parent, at)
-        leaf = Node(parent, at, prompt[at:].tobytes(), cut(segments, at, n), self._clock)
+        if path and at < min(path[-1].end, n):
+            path[-1] = self._split(path[-1], at)  # before the touch: the tail was not used
+        self._touch(path, now, uses=0)
+        if priority:
+            for node in path:
+                node.priority = max(node.priority, priority)
+        if at == n:
+            return 0
+        parent = path[-1] if path else tree.top
+        leaf = Node(tree, parent, at, text[TOKEN_BYTES * at :], cut(segments, at, n), self._stamp)
+        leaf.used = leaf.created = now
+        leaf.priority, leaf.floor = priority, self._floor
+        if tree.quota is not None and public is not None and public in self._trees:
+            leaf.shared_until = self._shared(public, prompt, text, segments)
         self._take(leaf.segments[:, PAGE])
-        parent.children[self._file(leaf)] = leaf
-        self._push(leaf)
-        self.nodes += 1
-        self.tokens += n - at
+        key = self._file(leaf)
+        parent.children[key] = leaf
+        self.ghosts.drop(parent.uid, key)
+        self._idle.pop(root, None)
+        self._enqueue(leaf)
+        for owner in (self, tree):
+            owner.nodes += 1
+            owner.tokens += n - at
+        tree.rows += leaf.charge
+        tree.newest = leaf
         return n - at
 
-    def evict(self, need: int) -> Int32:
-        """Forgets the leaves that were not used for longest until `need` pages became free.
+    def pin(self, root: bytes, tokens: npt.ArrayLike, until: float | None) -> Pin:
+        """Keeps the cached prefix of a text until a time on the index's clock, or until `unpin`.
 
-        Leaves whose pages are all in use elsewhere are passed over; they are dropped only where
-        nothing else is left, and only if reclaimable pages stand at or above them. The work grows
-        with what is evicted, touched since, or in use; not with the tree.
-
-        Returns:
-          i32[f] freed page ids, f >= need. Empty, and nothing is forgotten, if `reclaimable` <
-          need: a request that cannot be met must not cost others their cache.
+        The result says how many tokens that is; none where nothing is cached.
         """
-        if need <= 0 or self.reclaimable < need:
-            return _NO_PAGES
-        freed: list[Int32] = []
-        count = 0
-        for last_resort in (False, True):
-            passed: list[Node] = []
-            while count < need and (leaf := self._pop_oldest()) is not None:
-                if self._yields(leaf) or (last_resort and self._hides(leaf)):
-                    pages = self._remove(leaf)
-                    freed.append(pages)
-                    count += len(pages)
-                else:
-                    passed.append(leaf)
-            for leaf in passed:
-                self._push(leaf)
-        return np.concatenate(freed)
+        prompt = as_int32("tokens", tokens, TokenError)
+        path, end = self._walk(root, prompt, prompt.tobytes())
+        length = end.position // self.grid * self.grid
+        while path and path[-1].start >= length:
+            path.pop()
+        pin = Pin(next(pin_ids), length, until)
+        if not path:
+            return pin
+        if length < path[-1].end:
+            path[-1] = self._split(path[-1], length)
+        for node in path:
+            node.pins += 1
+        top = path[-1].tree
+        assert top is not None
+        top.top.pins += 1
+        pages = rows_along(path, length)[:, PAGE].copy()
+        self.pool.retain_held(pages)
+        self._pins[pin.id] = Pinned(pin, path[-1], pages)
+        if until is not None:
+            heapq.heappush(self._pin_ends, (until, pin.id))
+        return pin
 
-    def drop(self, root: bytes) -> Int32:
-        """Forgets everything under a contract: i32[f], the page ids that became free by it."""
-        top = self._roots.pop(root, None)
-        if top is None:
-            return _NO_PAGES
-        gone = list(below(top))
-        for node in gone:
-            node.parent = None
-        self.nodes -= len(gone)
-        self.tokens -= sum(node.end - node.start for node in gone)
-        self._heap = [entry for entry in self._heap if entry[2].parent is not None]
-        heapq.heapify(self._heap)
-        return self._give_back(np.concatenate([_NO_PAGES, *(n.segments[:, PAGE] for n in gone)]))
+    def peek(self, root: bytes, tokens: Int32, *, limit: int) -> tuple[int, Int32]:
+        """Tokens of a prompt i32[n] that `match` would find, and their pages. Pins and ages nothing."""
+        path, end = self._walk(root, tokens, tokens[:limit].tobytes())
+        length = end.position // self.grid * self.grid
+        return length, rows_along(path, length)[:, PAGE]
 
-    def references(self) -> Iterator[Int32]:
-        """The pages each node holds, one entry for each reference: input of `PagePool.check`."""
-        for top in self._roots.values():
-            for node in below(top):
-                yield node.segments[:, PAGE]
+    def node_at(self, root: bytes, tokens: Int32) -> Node | None:
+        """The node in which a text that is cached whole ends, or None. Changes nothing."""
+        path, end = self._walk(root, tokens, tokens.tobytes())
+        return path[-1] if path and end.position == len(tokens) else None
 
-    def check(self) -> None:
-        """Integrity of trees, counters, references and heap; raises HandleError at a fault."""
-        nodes = tokens = 0
-        leaves = set()
-        for top in self._roots.values():
-            for node in below(top):
-                check_node(node, self.pool, self.grid)
-                nodes += 1
-                tokens += node.end - node.start
-                if not node.children:
-                    leaves.add(id(node))
-        if (nodes, tokens) != (self.nodes, self.tokens):
-            raise HandleError(
-                f"the index counts {self.nodes} nodes and {self.tokens} tokens, "
-                f"expected the {nodes} and {tokens} that it has"
-            )
-        queued = [id(entry[2]) for entry in self._heap]
-        if len(queued) != len(set(queued)) or leaves - set(queued):
-            raise HandleError("the eviction heap lacks a leaf or has a node twice")
-        held = np.zeros(self.pool.num_pages, np.int32)
-        for pages in self.references():
-            np.add.at(held, pages, _ONE)
-        if (held != self._held).any() or (held > self.pool.refcount).any():
-            raise HandleError("the index holds other references than it counts")
-
-    def _walk(self, top: Node | None, tokens: Int32, wanted: int) -> tuple[list[Node], MatchEnd]:
-        """Nodes from below the root that agree with tokens[:wanted], the last one maybe in part."""
+    def renew(self, node: Node) -> None:
+        """Makes a node and those above it the ones used last."""
         path: list[Node] = []
-        if wanted and (top is None or not top.children):
-            return path, MatchEnd(Cause.ABSENT, 0)
-        text = tokens[:wanted].tobytes()
-        node, at = top, 0
+        at: Node | None = node
+        while at is not None and at.parent is not None:
+            path.append(at)
+            at = at.parent
+        self._touch(path, self.clock(), uses=0)
+
+    def _shared(self, public: bytes, prompt: Int32, text: bytes, segments: Int32) -> int:
+        """Leading tokens whose KV is that of a declared prefix: the same pages, not only the same text."""
+        path, end = self._walk(public, prompt, text)
+        theirs = rows_along(path, end.position)[:, PAGE]
+        ours = segments[: len(theirs), PAGE]
+        rows = len(ours) if np.array_equal(ours, theirs[: len(ours)]) else int((ours != theirs).argmax())
+        return int(segments[rows - 1, FIRST] + segments[rows - 1, HI]) if rows else 0
+
+    def _walk(self, root: bytes, tokens: Int32, text: bytes) -> tuple[list[Node], MatchEnd]:
+        """Nodes from below a root that agree with `text`, the last one maybe in part.
+
+        `text` is the bytes of the tokens that are wanted, a prefix of `tokens`.
+        """
+        path: list[Node] = []
+        wanted, grid = len(text) // TOKEN_BYTES, TOKEN_BYTES * self.grid
+        tree = self._trees.get(root)
+        if wanted and (tree is None or tree.empty):
+            why = self.ghosts.find(root, text[:grid], text, 0)
+            return path, MatchEnd(Cause(why) if why else Cause.ABSENT, 0)
+        node, at = None if tree is None else tree.top, 0
         while at < wanted:
             assert node is not None
             if wanted - at < self.grid:
                 return path, MatchEnd(Cause.GRANULARITY, at)
-            child = node.children.get(text[TOKEN_BYTES * at : TOKEN_BYTES * (at + self.grid)])
+            key = text[TOKEN_BYTES * at : TOKEN_BYTES * at + grid]
+            child = node.children.get(key)
             if child is None:
+                why = self.ghosts.find(node.uid, key, text, TOKEN_BYTES * at)
+                if why:
+                    return path, MatchEnd(Cause(why), at)
                 differs = Cause.TOKENS if self.grid == 1 else Cause.CHUNK
                 return path, MatchEnd(differs if node.children else Cause.EXHAUSTED, at)
             path.append(child)
@@ -268,22 +252,26 @@ class PrefixIndex:
         cause = Cause.LAST_TOKEN if wanted == len(tokens) - 1 else Cause.LIMIT
         return path, MatchEnd(cause, wanted)
 
-    def _file(self, node: Node) -> bytes:
-        """What a node is filed under at its parent."""
-        return node.key[: TOKEN_BYTES * self.grid]
-
-    def _touch(self, path: list[Node]) -> None:
-        self._clock = clock = self._clock + 1
+    def _touch(self, path: list[Node], now: float, uses: int) -> None:
+        self._stamp = stamp = self._stamp + 1
         for node in path:
-            node.stamp = clock
+            node.stamp = stamp
+            node.used = now
+            node.hits += uses
+        if self._ages:
+            for node in path:
+                node.floor = self._floor
 
     def _split(self, node: Node, at: int) -> Node:
         """Cuts a node at a position; the node keeps the tail, a new one above it gets the head."""
-        parent, byte = node.parent, TOKEN_BYTES * (at - node.start)
+        parent, tree, byte = node.parent, node.tree, TOKEN_BYTES * (at - node.start)
         assert parent is not None
-        rows = len(node.segments)
+        assert tree is not None
+        rows, charge = len(node.segments), node.charge
         upper = cut(node.segments, node.start, at)
-        head = Node(parent, node.start, node.key[:byte], upper, node.stamp)
+        head = Node(tree, parent, node.start, node.key[:byte], upper, node.stamp)
+        for name in ("used", "created", "hits", "priority", "floor", "pins", "shared_until"):
+            setattr(head, name, getattr(node, name))
         node.parent = head
         node.hold(at, node.key[byte:], cut(node.segments, at, node.end))
         if len(upper) + len(node.segments) > rows:  # both refer to the page in which the cut lies
@@ -291,54 +279,6 @@ class PrefixIndex:
         parent.children[self._file(head)] = head
         head.children[self._file(node)] = node
         self.nodes += 1
+        tree.nodes += 1
+        tree.rows += head.charge + node.charge - charge
         return head
-
-    def _remove(self, leaf: Node) -> Int32:
-        parent = leaf.parent
-        assert parent is not None
-        del parent.children[self._file(leaf)]
-        leaf.parent = None
-        self.nodes -= 1
-        self.tokens -= leaf.end - leaf.start
-        if parent.parent is not None and not parent.children and not parent.queued:
-            self._push(parent)
-        return self._give_back(leaf.segments[:, PAGE])
-
-    def _take(self, pages: Int32) -> None:
-        self.pool.retain(pages)
-        np.add.at(self._held, pages, _ONE)
-
-    def _give_back(self, pages: Int32) -> Int32:
-        np.subtract.at(self._held, pages, _ONE)
-        return self.pool.release(pages)
-
-    def _push(self, leaf: Node) -> None:
-        leaf.queued = True
-        self._serial += 1  # breaks ties: nodes have no order
-        heapq.heappush(self._heap, (leaf.stamp, self._serial, leaf))
-
-    def _pop_oldest(self) -> Node | None:
-        """Takes the oldest leaf off the heap; stale entries are renewed or dropped."""
-        while self._heap:
-            stamp, _, node = heapq.heappop(self._heap)
-            node.queued = False
-            if node.parent is None or node.children:
-                continue
-            if node.stamp == stamp:
-                return node
-            self._push(node)
-        return None
-
-    def _yields(self, leaf: Node) -> bool:
-        """Whether dropping the leaf frees a page at once."""
-        return bool((self.pool.refcount[leaf.segments[:, PAGE]] == 1).any())
-
-    def _hides(self, leaf: Node) -> bool:
-        """Whether the leaf or a node above it refers to a page that only the index holds."""
-        node: Node | None = leaf
-        while node is not None:
-            pages = node.segments[:, PAGE]
-            if (self.pool.refcount[pages] == self._held[pages]).any():
-                return True
-            node = node.parent
-        return False

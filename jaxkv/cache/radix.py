@@ -6,7 +6,9 @@ and joined, and what makes it valid is known here alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +17,11 @@ from jaxkv.cache.sequence import EMPTY_SEGMENTS, FIRST, HI, LO, PAGE, frozen
 from jaxkv.errors import ContractError, HandleError
 from jaxkv.typing import Int32
 
+if TYPE_CHECKING:
+    from jaxkv.cache.tree import Tree
+
 TOKEN_BYTES = 4
+_uids = itertools.count(1)
 
 
 class Node:
@@ -24,21 +30,40 @@ class Node:
     __slots__ = (
         "children",
         "continues",
+        "created",
         "end",
         "first_hi",
+        "floor",
+        "hits",
         "key",
         "parent",
+        "pins",
+        "priority",
         "queued",
         "segments",
+        "shared_until",
         "stamp",
         "start",
+        "tree",
+        "uid",
+        "used",
     )
 
-    def __init__(self, parent: Node | None, start: int, key: bytes, segments: Int32, stamp: int) -> None:
+    def __init__(
+        self, tree: Tree | None, parent: Node | None, start: int, key: bytes, segments: Int32, stamp: int
+    ) -> None:
+        self.tree = tree  # the contract's
+        self.uid: object = next(_uids)
         self.parent = parent  # None: a root, or no longer in the tree
         self.children: dict[bytes, Node] = {}  # by first token, or first chunk of tokens
-        self.stamp = stamp  # time of the last match or insert that passed here
-        self.queued = False  # whether the eviction heap has an entry for this node
+        self.stamp = stamp  # number of the last match or insert that passed here
+        self.used = self.created = 0.0  # seconds, on the index's clock
+        self.hits = 1
+        self.priority = 0
+        self.floor = 0.0  # see `CostPerByte`
+        self.pins = 0  # pins at or below this node; it stays as long as there are any
+        self.queued = 0  # bits of the eviction queues that have an entry for this node
+        self.shared_until = 0  # rows of positions before this are a declared prefix's: no quota counts them
         self.hold(start, key, segments)
 
     def hold(self, start: int, key: bytes, segments: Int32) -> None:
@@ -59,9 +84,32 @@ class Node:
         self.first_hi = int(segments[0, HI]) if self.continues else 0
 
     @property
+    def evictable(self) -> bool:
+        """Whether it is an unpinned leaf in a tree."""
+        return self.parent is not None and not self.children and not self.pins
+
+    @property
+    def charge(self) -> int:
+        """Segment rows that count towards the domain's quota."""
+        rows = self.segments
+        if self.shared_until <= self.start:
+            return len(rows)
+        return int(np.count_nonzero(rows[:, FIRST] + rows[:, LO] >= self.shared_until))
+
+    @property
     def tokens(self) -> Int32:
         """i32[end - start]."""
         return np.frombuffer(self.key, np.int32)
+
+
+def text_to(node: Node) -> bytes:
+    """The bytes of all tokens from position 0 to the end of a node."""
+    parts = []
+    at: Node | None = node
+    while at is not None:
+        parts.append(at.key)
+        at = at.parent
+    return b"".join(reversed(parts))
 
 
 def below(top: Node) -> Iterator[Node]:
@@ -162,7 +210,9 @@ def check_node(node: Node, pool: PagePool, grid: int) -> None:
         raise HandleError(f"{where} is not filed under its first tokens")
     if parent.parent is not None and node.stamp > parent.stamp:
         raise HandleError(f"{where} is younger than its parent")
-    if not node.children and not node.queued:
+    if parent.pins < node.pins and parent.parent is not None:
+        raise HandleError(f"{where} is pinned and its parent is not")
+    if node.evictable and not node.queued & 1:
         raise HandleError(f"{where} is a leaf that eviction does not know")
     begin, end = rows[:, FIRST] + rows[:, LO], rows[:, FIRST] + rows[:, HI]
     if begin[0] != node.start or end[-1] != node.end or (begin[1:] != end[:-1]).any():

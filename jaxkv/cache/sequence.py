@@ -81,6 +81,7 @@ class Sequence:
     provenance: tuple[Run, ...]
     contract: CacheContract
     grid_length: int = 0  # leading tokens computed by whole chunks on the chunk grid
+    priority: int = 0  # for an eviction policy of that name
     rotate: bool = True  # False: keys are used as born wherever they stand (the no_rotation control)
     logits: Any = dataclasses.field(default=None, repr=False)  # f32[V] of the next token
 

@@ -97,10 +97,10 @@ def save_checkpoint(path: str | Path, model: Model) -> Path:
             "dtype": np.asarray(model.params.embed).dtype.name,
             "config": model.config.to_dict(),
             "weights_digest": params_digest(model.params),
-            "files": _manifest(aside / _WEIGHTS),
+            "files": manifest(aside / _WEIGHTS),
             "tokenizer": None if model.tokenizer is None else model.tokenizer.definition(),
         }
-        text = json.dumps({"digest": _digest(body), **body}, ensure_ascii=False, indent=1)
+        text = json.dumps({"digest": json_digest(body), **body}, ensure_ascii=False, indent=1)
         (aside / METADATA).write_text(text, encoding="utf-8")
         fsync_tree(aside)
         _publish(aside, path)
@@ -128,12 +128,12 @@ def load_checkpoint(path: str | Path, *, dtype: str | None = None) -> Model:
         stored = dtype_of(body["dtype"])
     except ConfigError as error:
         raise FormatError(f"{path}: {METADATA}: {error}") from error
-    _check_files(path / _WEIGHTS, body["files"])
+    check_files(path / _WEIGHTS, body["files"], _remedy(path))
     expected = abstract_params(config, stored)
     tree = _to_tree(expected)
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     try:
-        with _checkpointer() as reader:
+        with checkpointer() as reader:
             arguments = ocp.args.PyTreeRestore(tree, restore_args=as_numpy)
             tree = reader.restore(path / _WEIGHTS, args=arguments)
     except Exception as error:  # Orbax and TensorStore raise whatever their layer raises
@@ -169,7 +169,7 @@ def load_checkpoint(path: str | Path, *, dtype: str | None = None) -> Model:
     )
 
 
-def _manifest(directory: Path) -> dict[str, list[Any]]:
+def manifest(directory: Path) -> dict[str, list[Any]]:
     """Relative path -> [size, SHA-256] of every file under `directory`."""
     return {
         file.relative_to(directory).as_posix(): [file.stat().st_size, sha256(file)]
@@ -178,9 +178,9 @@ def _manifest(directory: Path) -> dict[str, list[Any]]:
     }
 
 
-def _check_files(directory: Path, manifest: dict[str, list[Any]]) -> None:
-    remedy = _remedy(directory.parent)
-    for name, (size, digest) in manifest.items():
+def check_files(directory: Path, expected: dict[str, list[Any]], remedy: str) -> None:
+    """Raises a FormatError, ending in `remedy`, unless every file is as `manifest` saw it."""
+    for name, (size, digest) in expected.items():
         file = directory / name
         try:
             found = file.stat().st_size
@@ -195,7 +195,7 @@ def _check_files(directory: Path, manifest: dict[str, list[Any]]) -> None:
 
 def _write_weights(path: Path, params: Params) -> None:
     try:
-        with _checkpointer() as writer:
+        with checkpointer() as writer:
             writer.save(path, args=ocp.args.PyTreeSave(_to_tree(params)))
     except OSError:
         raise
@@ -217,7 +217,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
         raise FormatError(
             f"{path}: format_version is {version!r}, expected {FORMAT_VERSION}: {_remedy(path)}"
         )
-    if claimed != _digest(body):
+    if claimed != json_digest(body):
         raise FormatError(
             f"{path}: {METADATA} does not have the digest it claims: it is corrupt, {_remedy(path)}"
         )
@@ -232,7 +232,8 @@ def _remedy(path: Path) -> str:
     return f"remove {path} and convert the model again"
 
 
-def _digest(body: dict[str, Any]) -> str:
+def json_digest(body: dict[str, Any]) -> str:
+    """SHA-256 of a JSON-serializable mapping in one canonical form, hex."""
     text = json.dumps(body, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -286,7 +287,7 @@ def _alone() -> ocp.options.MultiprocessingOptions:
 
 
 @contextlib.contextmanager
-def _checkpointer() -> Iterator[ocp.Checkpointer]:
+def checkpointer() -> Iterator[ocp.Checkpointer]:
     """An Orbax checkpointer; its warnings are about its own options and hidden, errors raise."""
     logger = logging.getLogger("absl")
     level = logger.level

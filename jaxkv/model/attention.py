@@ -7,12 +7,17 @@ answer is does not depend on how many empty entries its table has.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+import pallas_kernels
 from jaxkv.cache.pages import KVPages, read_pages
 from jaxkv.cache.table import PageTable
+from jaxkv.model.backend import AUTO, Backend
 from jaxkv.typing import Array
 
 # Masked scores get a large number added, not -inf: exp(-inf - -inf) would be NaN in a fully masked row.
@@ -67,6 +72,7 @@ def paged_attention(
     positions: Array,
     *,
     layer: int,
+    backend: Backend = AUTO,
 ) -> Array:
     """Causal attention of queries over the segments of their sequences.
 
@@ -77,10 +83,18 @@ def paged_attention(
       seen: `visibility` of the table.
       positions: i32[B, T] of the queries.
       layer: index of the layer within its group.
+      backend: XLA or kernels; static.
 
     Returns:
       f32[B, T, K, G, H]. A query that sees no key (a padding row) gets zeros.
+
+    Raises:
+      ConfigError: a forced kernel can't take these shapes or dtypes.
     """
+    if backend.has("decode" if q.shape[2] == 1 else "prefill"):
+        row = jnp.minimum(table.page, pages.num_pages - 1) + layer * pages.num_pages
+        segments = (row, table.first, table.lo, table.hi, table.delta_index)
+        return backend.call(pallas_kernels.paged_attention, q, pages.kv, *segments, positions)
     batch, _, length, kv_heads, group, head_dim = q.shape
     page_size = pages.page_size
     block = table.page.shape[1] // table.delta_index.shape[1]
@@ -128,6 +142,11 @@ def paged_attention(
     _, total, acc = jax.lax.fori_loop(0, seen.num_blocks, fold, start)
     out = acc[..., -head_dim:] / jnp.where(total > 0, total, 1.0)[..., None]
     return out.reshape(batch, kv_heads, group, length, head_dim).transpose(0, 3, 1, 2, 4)
+
+
+def append_of(backend: Backend) -> Callable[..., Array] | None:
+    """The kernel that writes slots, for `write_slots`; None for XLA's scatter."""
+    return functools.partial(backend.call, pallas_kernels.append) if backend.has("append") else None
 
 
 def dense_attention(q: Array, k: Array, v: Array) -> Array:

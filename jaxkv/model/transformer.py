@@ -11,7 +11,8 @@ from flax import struct
 from jaxkv.cache.pages import KVPages, write_slots
 from jaxkv.cache.table import StepInput
 from jaxkv.errors import ConfigError
-from jaxkv.model.attention import dense_attention, paged_attention, visibility
+from jaxkv.model.attention import append_of, dense_attention, paged_attention, visibility
+from jaxkv.model.backend import AUTO, Backend
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.layers import embed, gated_mlp, project, rms_norm, unembed
 from jaxkv.model.params import LayerParams, Params
@@ -54,6 +55,7 @@ def forward_step(
     config: ModelConfig,
     logits: str = "last",
     capture: bool = False,
+    backend: Backend = AUTO,
 ) -> StepOutput:
     """One step: writes the KV of its tokens, then attends, layer by layer.
 
@@ -67,6 +69,7 @@ def forward_step(
       config: architecture; static.
       logits: "last" for f32[B, V] at each row's last valid token, "all" for f32[B, T, V]; static.
       capture: also return every layer's attention output; static.
+      backend: XLA or kernels; static.
     """
     if logits not in LOGITS:
         raise ConfigError(f"logits is '{logits}', expected 'last' or 'all'")
@@ -89,6 +92,7 @@ def forward_step(
         layer: (g, index) for g, group in enumerate(config.groups) for index, layer in enumerate(group.layers)
     }
     scale = 1.0 / math.sqrt(config.head_dim)
+    append = append_of(backend)
     captured = []
     x = embed(step.tokens, params.embed)
     for number, layer in enumerate(params.layers):
@@ -97,9 +101,11 @@ def forward_step(
         with jax.named_scope(f"layer_{number}"):
             q, k, v = _project_qkv(x, layer, config)
             k = rotate(k, *key_angles, magnitude=rope.magnitude)
-            pages_out[g] = write_slots(pages_out[g], index, inputs.slots, k, v)
+            pages_out[g] = write_slots(pages_out[g], index, inputs.slots, k, v, append)
             q = rotate(q[:, None] * scale, *query_angles[g], magnitude=rope.magnitude)
-            attended = paged_attention(q, pages_out[g], inputs.table, seen[g], positions, layer=index)
+            attended = paged_attention(
+                q, pages_out[g], inputs.table, seen[g], positions, layer=index, backend=backend
+            )
             if capture:
                 captured.append(attended.reshape(*positions.shape, -1))
             x = _finish_layer(x, attended, layer, config)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.cache.domain import Domain
 from jaxkv.cache.sequence import Sequence
 from jaxkv.errors import CapacityError, ConfigError, HandleError
 from jaxkv.generation import Sampling
@@ -69,7 +70,14 @@ class Loop:
     # ---- requests in and out -------------------------------------------------------------------
 
     def submit(
-        self, tokens: Int32, *, max_tokens: int, sampling: Sampling, domain: str, priority: Any, arrival: Any
+        self,
+        tokens: Int32,
+        *,
+        max_tokens: int,
+        sampling: Sampling,
+        domain: str | Domain,
+        priority: Any,
+        arrival: Any,
     ) -> Request:
         """Takes a checked prompt; see `Engine.submit`."""
         if not isinstance(sampling, Sampling):

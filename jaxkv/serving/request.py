@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxkv.cache.domain import Domain
 from jaxkv.checks import check_count
 from jaxkv.errors import ConfigError, nearest
 from jaxkv.generation import LOOP_STEPS, Sampling
@@ -78,7 +79,7 @@ class Request:
     tokens: Int32  # i32[n], the prompt
     max_tokens: int
     sampling: Sampling
-    domain: str
+    domain: str | Domain
     priority: int  # higher goes first
     arrival: float  # seconds on the loop's clock
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from jaxkv.cache.contract import CacheContract
+from jaxkv.cache.domain import Domain
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, PAGE, Sequence
 from jaxkv.generation import Sampling
 from jaxkv.memory import Memory
@@ -18,7 +19,7 @@ class Worker:
     """An engine's calls and memory. Not kept: the loop must not keep its engine alive."""
 
     memory: Memory
-    contract: Callable[[str], CacheContract]  # of a domain
+    contract: Callable[[str | Domain], CacheContract]  # of a domain
     grid: int  # tokens that hits end on a multiple of
     reuse: bool  # whether there is a prefix cache
     prefill: Callable[..., StepResult]  # (tokens, domain=, reuse=)
@@ -35,13 +36,13 @@ class Worker:
 
     def current(self, sequence: Sequence) -> bool:
         """Whether it is live and made under today's contract: weights may have been replaced."""
-        return self.live(sequence) and sequence.contract == self.contract(sequence.contract.tenant)
+        return self.live(sequence) and sequence.contract == self.contract(sequence.contract.domain)
 
-    def cached(self, tokens: Int32, domain: str) -> int:
+    def cached(self, tokens: Int32, domain: str | Domain) -> int:
         """Leading tokens of a prompt that `prefill` would find now."""
         return self._peek(tokens, domain)[0]
 
-    def room(self, tokens: Int32, domain: str, released: Iterable[Int32]) -> tuple[int, int]:
+    def room(self, tokens: Int32, domain: str | Domain, released: Iterable[Int32]) -> tuple[int, int]:
         """Cached tokens of a prompt, and pages that could be had beside them.
 
         Args:
@@ -53,8 +54,8 @@ class Worker:
         matched, pages = self._peek(tokens, domain)
         return matched, self.memory.index.obtainable(released, kept=pages)
 
-    def _peek(self, tokens: Int32, domain: str) -> tuple[int, Int32]:
+    def _peek(self, tokens: Int32, domain: str | Domain) -> tuple[int, Int32]:
         if not self.reuse or not len(tokens):
             return 0, EMPTY_SEGMENTS[:, PAGE]
         limit = len(tokens) if self.grid == 1 else len(tokens) - 1
-        return self.memory.index.peek(self.contract(domain).digest(), tokens, limit=limit)
+        return self.memory.peek(self.contract(domain), tokens, limit=limit)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.cache.contract import CacheContract, describe
+from jaxkv.cache.domain import Domain, as_domain
 from jaxkv.errors import ConfigError, ContractError, FormatError
 from jaxkv.model.config import ModelConfig, RopeConfig
 
@@ -30,7 +32,10 @@ BASE = CacheContract(
     tokenizer_digest="t" * 64,
     template_digest="c" * 64,
     adapter_digest="a" * 64,
+    scope="scope",
     tenant="alice",
+    authorization="admin",
+    instance="canary",
     salt="grain",
 )
 NAMES = [f.name for f in dataclasses.fields(CacheContract)]
@@ -45,6 +50,7 @@ contracts = st.builds(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_field_is_part_of_identity_and_is_named(name: str) -> None:
+    """CASE 3."""
     other = dataclasses.replace(BASE, **{name: 77 if name in NUMBERS else "other"})
     assert other.digest() != BASE.digest()
     assert [found[0] for found in BASE.mismatch(other)] == [name]
@@ -88,23 +94,24 @@ def test_an_architecture_that_is_no_json_is_compared_whole() -> None:
 
 
 def test_whose_cache_it_is_stays_secret() -> None:
-    other = dataclasses.replace(BASE, tenant="mallory", salt="pepper")
+    other = dataclasses.replace(BASE, tenant="mallory", salt="pepper", authorization="root", instance="i7")
     with pytest.raises(ContractError) as error:
         BASE.require(other)
     for text in (str(error.value), str(BASE.mismatch(other)), repr(BASE)):
-        assert not any(secret in text for secret in ("mallory", "pepper", "grain"))
+        assert not any(secret in text for secret in ("mallory", "pepper", "grain", "root", "i7"))
 
 
 def test_adapter_and_tenant_and_salt_of_one_name_do_not_collide() -> None:
-    plain = dataclasses.replace(BASE, adapter_digest="", tenant="", salt="")
-    digests = {
-        dataclasses.replace(plain, **{name: "X"}).digest() for name in ("adapter_digest", "tenant", "salt")
-    }
-    assert len(digests | {plain.digest()}) == 4
+    """CASE 4."""
+    names = ("adapter_digest", "scope", "tenant", "authorization", "instance", "salt")
+    plain = dataclasses.replace(BASE, **dict.fromkeys(names, ""))
+    digests = {dataclasses.replace(plain, **{name: "X"}).digest() for name in names}
+    assert len(digests | {plain.digest()}) == 7
 
 
 def test_a_salt_cannot_bring_the_bytes_of_other_fields() -> None:
-    plain = dataclasses.replace(BASE, tenant="", salt="bob")
+    """CASE 4."""
+    plain = dataclasses.replace(BASE, tenant="", authorization="", instance="", salt="bob")
     tail = plain.serialize()[BASE.serialize().index(b"tenant") :]
     crafted = dataclasses.replace(BASE, tenant=tail.decode("latin-1"), salt="")
     assert crafted.digest() != plain.digest()
@@ -178,3 +185,28 @@ def test_architecture_text_does_not_depend_on_the_order_of_keys() -> None:
     assert describe(again) == describe(CONFIG)
     assert describe(CONFIG).startswith('{"')
     assert " " not in describe(CONFIG)
+
+
+def test_a_domain_takes_its_fields_of_the_contract_and_no_more() -> None:
+    owner = Domain(tenant="t", authorization="a", instance="i", salt="s")
+    mine = BASE.within(owner)
+    assert mine.domain == owner
+    assert [name for name, *_ in mine.mismatch(BASE)] == [
+        "scope",
+        "tenant",
+        "authorization",
+        "instance",
+        "salt",
+    ]
+    assert mine.within(BASE.domain, scope=BASE.scope) == BASE
+    assert as_domain("t") == Domain(tenant="t")
+    assert as_domain(owner) is owner
+    assert "secret" not in repr(Domain(tenant="t", authorization="secret", salt="secret"))
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"t", ("t",)])
+def test_a_domain_is_a_name_or_a_domain(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"domain is a \w+, expected a tenant's name"):
+        as_domain(wrong)
+    with pytest.raises(ConfigError, match=r"domain.salt is a \w+, expected text"):
+        Domain(salt=wrong)

@@ -29,6 +29,7 @@ def test_eviction_climbs_from_leaves_to_their_parents() -> None:
 
 
 def test_a_hit_is_pinned_from_match_to_use() -> None:
+    """CASE 31."""
     pool, index = make(4)
     publish(pool, index, ints("aaaabbbb"))
     publish(pool, index, ints("xxxx"))

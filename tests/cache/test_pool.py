@@ -66,6 +66,7 @@ def test_too_many_pages_are_refused_with_the_numbers_and_nothing_changes() -> No
 
 @pytest.mark.parametrize("pages", [[0, 0], [1], [0, 4], [-1], [0, 2**31 - 1]])
 def test_double_free_and_unknown_pages_are_refused_and_nothing_changes(pages: list[int]) -> None:
+    """CASES 27, 29."""
     pool = PagePool(4, 4)
     pool.allocate(ids(0))
     before = state(pool)
@@ -136,6 +137,7 @@ def test_integrity_check_sees_a_leak_and_a_broken_free_list() -> None:
 
 
 def test_ten_thousand_random_operations_leak_nothing() -> None:
+    """CASE 29."""
     rng = np.random.default_rng(0)
     pool = PagePool(48, 4)
     holders: list[list[int]] = []

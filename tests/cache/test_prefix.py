@@ -18,6 +18,7 @@ from jaxkv.errors import ConfigError, ContractError, HandleError, TokenError
 
 @pytest.mark.parametrize("n", [1, P - 1, P, P + 1, 2 * P - 1, 2 * P, 2 * P + 1])
 def test_whole_prompt_hits_at_every_length_around_the_page_size(n: int) -> None:
+    """CASES 9, 10."""
     pool, index = make()
     tokens = ints(range(100, 100 + n))
     assert publish(pool, index, tokens) == n
@@ -72,6 +73,7 @@ def test_the_end_before_a_cut_to_the_grid_is_kept() -> None:
 
 
 def test_same_block_behind_other_ancestors_does_not_hit() -> None:
+    """CASE 2."""
     pool, index = make()
     publish(pool, index, ints("aaaaXXXX"))
     publish(pool, index, ints("bbbbYYYY"))
@@ -80,6 +82,7 @@ def test_same_block_behind_other_ancestors_does_not_hit() -> None:
 
 
 def test_roots_share_nothing_while_one_root_shares_everything() -> None:
+    """CASE 5."""
     pool, index = make()
     publish(pool, index, ints("abcdefgh"), b"tenant A")
     same, other = (index.match(r, ints("abcdefgh")) for r in (b"tenant A", b"tenant B"))
@@ -91,7 +94,7 @@ def test_roots_share_nothing_while_one_root_shares_everything() -> None:
 
 
 def test_tokens_are_compared_beyond_the_first() -> None:
-    """A child is found by its first token; everything behind that is compared, to the last bit."""
+    """CASE 1: a child is found by its first token; everything behind that is compared, to the last bit."""
     pool, index = make()
     publish(pool, index, ints([5, 1, 2, 3]))
     for at in range(1, 4):
@@ -143,6 +146,7 @@ def test_rows_of_one_page_are_joined_along_a_path_of_many_nodes() -> None:
 
 
 def test_first_copy_stays_and_the_second_leaks_nothing() -> None:
+    """CASE 32."""
     pool, index = make(8)
     tokens = ints("abcdefgh")
     one, two = write(pool, 0, 8), write(pool, 0, 8)
@@ -186,6 +190,7 @@ def test_relocated_kv_cannot_enter() -> None:
 
 
 def test_slots_that_were_not_written_cannot_enter() -> None:
+    """CASE 30."""
     pool, index = make()
     pages = pool.allocate(ints([0]))
     pool.fill(pages, 2)

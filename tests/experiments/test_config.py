@@ -132,6 +132,7 @@ def test_digest_depends_on_every_value() -> None:
     ],
 )
 def test_bad_values_are_refused_by_name(values: dict, message: str | None) -> None:
+    """CASE 42."""
     if message is None:
         assert resolve(values).policies == ("exact",)
         return

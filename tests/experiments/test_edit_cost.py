@@ -168,7 +168,7 @@ def test_bad_prices_are_refused_by_name(change: Any, message: str) -> None:
         ({"policies": "scrr"}, "policy 'scrr' is unknown"),
         ({"repeats": 0}, "config.repeats is 0, expected at least 1"),
         ({"dtype": "f32"}, "config.dtype is 'f32', expected float32 or bfloat16"),
-        ({"prices": 3}, "config.prices holds 3"),
+        ({"prices": 3}, "config.prices holds 3, expected a mapping"),
     ],
 )
 def test_bad_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:

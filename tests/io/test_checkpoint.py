@@ -98,7 +98,7 @@ def reseal(path: Path, **changes) -> None:
     """Rewrites metadata with a digest that fits, as a forger or a faulty writer would."""
     body = {**json.loads((path / METADATA).read_text()), **changes}
     del body["digest"]
-    (path / METADATA).write_text(json.dumps({"digest": checkpoint._digest(body), **body}))
+    (path / METADATA).write_text(json.dumps({"digest": checkpoint.json_digest(body), **body}))
 
 
 def test_case_40_weights_that_are_not_those_of_the_metadata(saved):
@@ -129,7 +129,7 @@ def test_case_40_metadata(saved):
         file.write_text(json.dumps({**body, key: value}))
         refused(saved, "does not have the digest it claims")
     del body["files"], body["digest"]
-    file.write_text(json.dumps({"digest": checkpoint._digest(body), **body}))
+    file.write_text(json.dumps({"digest": checkpoint.json_digest(body), **body}))
     refused(saved, "jaxkv.json lacks 'files': remove")
     file.unlink()
     assert not is_checkpoint(saved)

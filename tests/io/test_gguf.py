@@ -238,6 +238,7 @@ def damaged_loads_or_is_refused(path: Path) -> bool:
 
 
 def test_truncation_anywhere_is_refused(path, tmp_path):
+    """CASE 41."""
     raw = path.read_bytes()
     cut = tmp_path / "cut.gguf"
     for i in range(50):

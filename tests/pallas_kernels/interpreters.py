@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
@@ -39,6 +40,17 @@ def found_race(run: Callable[[], Any], capture: pytest.CaptureFixture[str]) -> b
         raise
     printed = capture.readouterr()
     return "RACE DETECTED" in printed.out + printed.err
+
+
+@pytest.fixture(autouse=True)
+def quick_compiles() -> Iterator[None]:
+    """Interpreted kernels are compiled for one small run: optimizing them takes longer than the run."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 class _Unawaited:

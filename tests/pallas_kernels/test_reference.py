@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import quick_compiles
 from tolerances import tolerance
 
 import pallas_kernels
@@ -17,6 +18,8 @@ from jaxkv.cache.pages import KVPages
 from jaxkv.cache.table import PageTable
 from jaxkv.model import attention as engine_attention
 from pallas_kernels import judge, reference, shapes, xla
+
+__all__ = ["quick_compiles"]  # a fixture of this module
 
 KV_HEADS, HEAD, SIZE = 3, 8, 4
 CASES = [*(pytest.param(c, id=f"decode-{c.name}") for c in shapes.DECODE)]

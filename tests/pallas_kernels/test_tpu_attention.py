@@ -10,33 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreters import EAGER, GENERIC, ON_WAIT, found_race, fresh_interpreter, without_waits
+from interpreters import EAGER, GENERIC, ON_WAIT, found_race, fresh_interpreter, quick_compiles, without_waits
 from tolerances import tolerance
 
 import pallas_kernels
 from pallas_kernels import judge, shapes, tpu_attention, tpu_decode, tpu_prefill, tpu_work
+
+__all__ = ["quick_compiles"]  # a fixture of this module
 
 # Small on purpose: the interpreters that watch copies take milliseconds for each.
 WATCHED = shapes.Case(
     name="watched", context=(23, 9, 1), deltas=2, kv_heads=1, group=2, head_dim=8, page_size=4, block=2
 )
 WATCHED_PREFILL = dataclasses.replace(WATCHED, context=(14, 6), length=5, window=9, soft_cap=2.0)
-QUICK = (
-    "three-kv-heads",
-    "relocated",
-    "window",
-    "head-256",
-    "bfloat16",
-    "int8",
-    "float8",
-    "repair",
-    "ragged",
-)
+QUICK_DECODE = ("three-kv-heads", "relocated", "head-256", "bfloat16", "int8")
+QUICK_PREFILL = ("ragged", "repair", "window", "bfloat16")
 
 
-def cases(which: tuple[shapes.Case, ...]) -> list[Any]:
+def cases(which: tuple[shapes.Case, ...], quick: tuple[str, ...]) -> list[Any]:
     """The quick ones by default, the others when slow tests are asked for."""
-    marks = [() if c.name in QUICK else pytest.mark.slow for c in which]
+    marks = [() if c.name in quick else pytest.mark.slow for c in which]
     return [pytest.param(c, id=c.name, marks=m) for c, m in zip(which, marks, strict=True)]
 
 
@@ -54,7 +47,7 @@ def expect(case: shapes.Case, inputs: shapes.Inputs) -> np.ndarray:
     return judge.attention(*inputs.arrays(), scale=inputs.scale, window=case.window, soft_cap=case.soft_cap)
 
 
-@pytest.mark.parametrize("case", cases(shapes.DECODE))
+@pytest.mark.parametrize("case", cases(shapes.DECODE, QUICK_DECODE))
 def test_decode_is_softmax_over_what_a_query_sees(case: shapes.Case) -> None:
     inputs = shapes.build(case, seed=1)
     found = attend(case, inputs, GENERIC)
@@ -62,7 +55,7 @@ def test_decode_is_softmax_over_what_a_query_sees(case: shapes.Case) -> None:
     np.testing.assert_allclose(found, expect(case, inputs), atol=tolerance(name))
 
 
-@pytest.mark.parametrize("case", cases(shapes.PREFILL))
+@pytest.mark.parametrize("case", cases(shapes.PREFILL, QUICK_PREFILL))
 def test_prefill_is_softmax_over_what_a_query_sees(case: shapes.Case) -> None:
     inputs = shapes.build(case, seed=2)
     found = attend(case, inputs, GENERIC)

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreters import EAGER, GENERIC, ON_WAIT, found_race, fresh_interpreter, without_waits
+from interpreters import EAGER, GENERIC, ON_WAIT, found_race, fresh_interpreter, quick_compiles, without_waits
 from tolerances import tolerance
 
 import pallas_kernels
 from pallas_kernels import judge, reference, tpu_append, tpu_relocate
+
+__all__ = ["quick_compiles"]  # a fixture of this module
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 
@@ -73,8 +75,9 @@ def _moves(rng: np.random.Generator, half: int) -> tuple[np.ndarray, ...]:
     return source, target, angle, np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("half", [32, 16])
+@pytest.mark.parametrize(
+    ("dtype", "half"), [("float32", 16), ("bfloat16", 32), ("int8", 32), ("float8_e4m3fn", 16)]
+)
 def test_relocate_pages_rotates_keys_and_copies_everything_else(dtype: str, half: int) -> None:
     rng = np.random.default_rng(3)
     kv, scale = _pages(rng, dtype)

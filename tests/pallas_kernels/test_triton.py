@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreters import quick_compiles  # noqa: F401  (autouse)
 from tolerances import tolerance
 
 from pallas_kernels import judge, shapes, triton_decode

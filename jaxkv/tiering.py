@@ -1,0 +1,100 @@
+"""Entries leaving the pool and coming back: spill on eviction, restore on a match, load from a file.
+
+Part of the memory, in a file of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxkv.cache.contract import PUBLIC, CacheContract
+from jaxkv.cache.domain import Domain
+from jaxkv.cache.entry import Entry, make_entry
+from jaxkv.cache.match import Cause, Match, MatchEnd
+from jaxkv.cache.retention import Gone
+from jaxkv.cache.sequence import slots_of
+from jaxkv.errors import CapacityError
+from jaxkv.schedule import coalesce, place
+from jaxkv.transfer import read, shapes, write
+from jaxkv.typing import Int32
+
+if TYPE_CHECKING:
+    from jaxkv.memory import Memory
+
+# Behind these ends there is nothing that a tier could add.
+_DONE = (Cause.COMPLETE, Cause.LAST_TOKEN, Cause.LIMIT)
+
+
+def entry_of(memory: Memory, gone: Gone) -> Entry:
+    """Copies a run of the index, or one that just went, to the host."""
+    _, slots = slots_of(gone.segments, memory.pool.page_size)
+    return make_entry(gone.contract, gone.text, gone.start, read(memory.pages, slots))
+
+
+def spill(memory: Memory) -> None:
+    """Gives what was evicted to the tiers: its slots hold their contents until somebody writes."""
+    if memory.tiers is None or not memory.index.gone:
+        return
+    gone, memory.index.gone = memory.index.gone, []
+    for run in gone:
+        memory.tiers.put(entry_of(memory, run))
+
+
+def restore(memory: Memory, base: Match, entry: Entry, *, evict: bool) -> None:
+    """Puts an entry behind the cached prefix `base` into the pool and into the index.
+
+    Raises:
+      CapacityError: no pages for it; nothing changed.
+    """
+    positions = np.arange(entry.start, entry.end, dtype=np.int32)
+    if evict:
+        placement = memory.place(base.segments, positions)
+    else:
+        placement = place(memory.pool, base.segments, positions)
+    try:
+        memory.run(write, placement.slots, entry.kv)
+        memory.wait(memory.pages)
+        memory.commit(placement)
+        segments = coalesce(np.concatenate([base.segments, placement.segments]))
+        memory.insert(entry.contract, entry.tokens, segments)
+    finally:
+        memory.release(placement.fresh)
+
+
+def complete(memory: Memory, contract: CacheContract, tokens: Int32, limit: int, match: Match) -> Match:
+    """Goes on with a match from the tiers, entry by entry, for as long as they have what comes next.
+
+    Both the domain's own and the declared prefixes' entries are looked for, whatever was found before.
+    """
+    tiers = memory.tiers
+    if tiers is None:
+        return match
+    public = contract.within(Domain(), scope=PUBLIC)
+    text = tokens[:limit].tobytes()
+    while match.end.limiting not in _DONE:
+        at = match.length
+        found = [tiers.find(owner.digest(), text, at) for owner in (contract, public)]
+        entry = next((e for e in found if e is not None and fits(memory, e)), None)
+        if entry is None:
+            break
+        try:
+            restore(memory, match, entry, evict=True)
+        except CapacityError:
+            return dataclasses.replace(match, end=MatchEnd(Cause.PINNED, at))
+        more = memory.index.match(contract.digest(), tokens, limit=limit, public=public.digest())
+        memory.release(match.pages)
+        match = more
+        if match.length <= at:
+            break
+        tiers.counts["restored"] += 1
+        tiers.counts["restored_tokens"] += match.length - at
+    return match
+
+
+def fits(memory: Memory, entry: Entry) -> bool:
+    """Whether the entry's KV has the shapes of this pool's."""
+    expected = shapes(memory.pages, entry.end - entry.start)
+    return tuple(block.shape for block in entry.kv) == expected

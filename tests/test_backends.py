@@ -1,0 +1,111 @@
+"""The same engine under Pallas kernels, interpreted: the answers of XLA and of the float64 decoder."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from reference import Decoder, decoder_of
+from tiny import VOCAB, make_model
+from tolerances import tolerance
+
+import jaxkv
+from jaxkv.errors import ConfigError
+from jaxkv.model.backend import Backend
+
+# Kernels take heads of 64 and up.
+CONFIG = jaxkv.ModelConfig(
+    vocab_size=VOCAB,
+    num_layers=1,
+    embed_dim=48,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=64,
+    mlp_dim=64,
+    max_positions=512,
+    rope=jaxkv.RopeConfig(rotary_dim=64),
+)
+
+
+@pytest.fixture(scope="module")
+def wide() -> jaxkv.Model:
+    return make_model(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def judge(wide: jaxkv.Model) -> Decoder:
+    return decoder_of(wide.params, wide.config)
+
+
+def _engine(model: jaxkv.Model, **options: object) -> jaxkv.Engine:
+    return jaxkv.Engine(
+        model,
+        num_pages=12,
+        page_size=16,
+        chunk_size=16,
+        max_deltas=2,
+        poison_free_pages=True,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "triton"])
+def test_a_prompt_on_interpreted_kernels_gets_the_logits_of_the_definition(
+    implementation: str, wide: jaxkv.Model, judge: Decoder
+) -> None:
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 9)
+    engine = _engine(wide, implementation=implementation, interpret=True)
+    cold = engine.prefill(tokens[:8])
+    np.testing.assert_allclose(cold.logits, judge.logits(tokens)[-2], atol=tolerance("logits"))
+    warm = engine.extend(cold.sequence, tokens[8:])
+    np.testing.assert_allclose(warm.logits, judge.logits(tokens)[-1], atol=tolerance("logits"))
+    engine.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "triton"])
+def test_generation_and_edits_on_interpreted_kernels_are_those_of_xla(
+    implementation: str, wide: jaxkv.Model, judge: Decoder
+) -> None:
+    engine = _engine(wide, implementation=implementation, interpret=True)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, 52)
+    atol = tolerance("logits")
+    cold = engine.prefill(tokens)
+    np.testing.assert_allclose(cold.logits, judge.logits(tokens)[-1], atol=atol)
+    generated = engine.generate(cold.sequence, max_tokens=3, stop=())
+    assert generated.tokens.tolist() == judge.greedy(tokens, 3)
+    edited = np.concatenate([tokens[:8], tokens[13:]])
+    plain = _engine(wide, implementation="xla")
+    for policy in (jaxkv.SCR(min_span=8, tail=4), jaxkv.SCR(min_span=8, tail=4, form="copy")):
+        found = engine.edit(cold.sequence, edited, policy)
+        same = plain.edit(plain.prefill(tokens).sequence, edited, policy)
+        assert found.reuse.kind == "approximate"
+        assert found.reuse.relocated == same.reuse.relocated > 0
+        np.testing.assert_allclose(found.logits, same.logits, atol=atol)
+    engine.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"implementation": "pallas"}, "implementation is 'pallas', expected one of auto, xla"),
+        ({"implementation": "pallas_tpu"}, "needs a TPU, but this machine's platform is"),
+        ({"implementation": "triton"}, "needs a GPU, but this machine's platform is"),
+    ],
+)
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU refuses")
+def test_an_implementation_that_cannot_run_here_is_refused(
+    options: dict[str, str], message: str, wide: jaxkv.Model
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _engine(wide, **options)
+
+
+def test_a_kernel_that_cannot_take_the_model_is_refused_by_name() -> None:
+    def refuses(*_: object, **__: object) -> jax.Array:
+        raise NotImplementedError("head_dim is 80, expected 64, 128 or 256")
+
+    with pytest.raises(
+        ConfigError, match="implementation is 'xla', which can't run this model: head_dim is 80"
+    ):
+        Backend("xla").call(refuses)
