@@ -138,14 +138,14 @@ def test_moved_tokens_that_lie_too_scattered_are_copied_together(
     """A page with one token costs a table entry like any other: past four a page
     and a block they are joined."""
     engine = make_engine(num_pages=256, prefix_cache=False, poison_free_pages=False)
-    tokens, judge = text(100), Judge(decoder)
+    tokens, judge = text(120), Judge(decoder)
     sequence, siblings = engine.prefill(tokens[:20]).sequence, []
     for token in tokens[20:]:
         siblings.append(engine.extend(sequence, [token]).sequence)  # it goes on in the page
         sequence = engine.extend(sequence, [token]).sequence  # and this one starts another
-    assert len(sequence.segments) > 80
+    assert len(sequence.segments) > 100
     policy = SCR(min_span=8, tail=0)
-    few, many = (engine.edit(sequence, np.append(np.int32(1), tokens[:n]), policy) for n in (60, 100))
+    few, many = (engine.edit(sequence, np.append(np.int32(1), tokens[:n]), policy) for n in (60, 120))
     assert few.sequence.copies is None
     assert many.sequence.copies is not None
     assert len(many.sequence.copies) < 20
