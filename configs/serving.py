@@ -1,7 +1,7 @@
-"""How fast is a model served: prompts, decoding, edits, start-up, against limits and peers of the same run?
+r"""How fast is a model served: prompts, decoding, edits, start-up, against limits and peers of the same run?
 
     python -m experiments.launch --config=configs/serving.py
-    python -m experiments.launch --config=configs/serving.py --config.peer_gguf=SmolLM2-135M-Instruct.Q4_1.gguf \
+    python -m experiments.launch --config=configs/serving.py --config.peer_gguf=model.gguf \
         --config.peers=transformers-float32,llama.cpp-float32 --config.peer_python=path/to/python
 
 Runtime: ten to fifteen minutes on two cores, most of it compilation on the first run; peers double it. With

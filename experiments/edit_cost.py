@@ -144,7 +144,7 @@ def _measure_all(config: CostConfig, directory: RunDirectory, console: Console) 
         return
     with console.status("Loading the corpus"):
         corpus = load_corpus(config.corpus)
-    model = load_subject(config)  # type: ignore[arg-type]  # it reads model, dtype and seed
+    model = load_subject(config)
     tokens = encode(corpus, model)
     need = config.context + config.changed
     if len(tokens) < 2 * need:

@@ -95,7 +95,7 @@ def _replay_all(config: TraceConfig, directory: RunDirectory, console: Console) 
         return
     with console.status("Loading the corpus"):
         corpus = load_corpus(config.corpus)
-    model = load_subject(config)  # type: ignore[arg-type]  # it reads model, dtype and seed
+    model = load_subject(config)
     tokens = encode(corpus, model)
     traces = {order: make_trace(config, tokens, order) for order in config.orders}
     _require_room(config, model, traces[config.orders[0]])

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from experiments.config import TINY_MODEL
 from jaxkv.io.models import Model, load
 from jaxkv.model.config import ModelConfig, RopeConfig
 
-if TYPE_CHECKING:
-    from experiments.config import ExperimentConfig
+
+class SubjectConfig(Protocol):
+    """What of an experiment's config says which model it is about."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
 
 
-def load_subject(config: ExperimentConfig) -> Model:
+def load_subject(config: SubjectConfig) -> Model:
     """Loads `config.model`: anything `jaxkv.load` takes, or "tiny-random".
 
     Raises:
