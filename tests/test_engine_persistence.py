@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,17 +294,14 @@ def kill_savers(engine: jaxkv.Engine, load: Callable[[], jaxkv.Engine], root: Pa
     command = [sys.executable, str(Path(__file__).with_name("saver.py")), str(source), str(target)]
     here = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-    ) as saver:
-        assert saver.stdin is not None
-        assert saver.stdout is not None
-        for _ in range(kills):
-            saver.stdin.write(f"{rng.uniform(0, 250)}\n")
-            saver.stdin.flush()
-            assert saver.stdout.readline() == "dead\n"
-            assert load().load_cache(target).tokens == expected
-        saver.stdin.close()
+    for _ in range(kills):
+        # A fresh process each time: a fork of one that has imported JAX may inherit a lock that is held.
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as saver:
+            assert saver.stdout is not None
+            assert saver.stdout.readline() == "saving\n"
+            time.sleep(rng.uniform(0, 0.25))
+            saver.kill()
+        assert load().load_cache(target).tokens == expected
     engine.save_cache(target)
     assert len(list(target.glob("generation-*"))) == 1, "the next save removes what the dead left"
 
@@ -319,7 +317,7 @@ def test_a_saver_that_is_killed_leaves_a_cache_that_loads(
     make_engine: Engines, text: Text, tmp_path: Path
 ) -> None:
     """CASE 40, a few times; the slow tier does it 200 times."""
-    kill_savers(make_full(make_engine, text), make_engine, tmp_path, 5)
+    kill_savers(make_full(make_engine, text), make_engine, tmp_path, 3)
 
 
 @pytest.mark.slow

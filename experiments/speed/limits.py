@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 COPY_BYTES = 1 << 28
 CHAIN = 8
+MOST_MATRICES = 128
 
 
 def seconds(call: Callable[[], Any], repeats: int) -> float:
@@ -39,7 +40,8 @@ def matmul_rate(rows: int, inner: int, columns: int, dtype: str, repeats: int) -
 
 def read_rate(inner: int, columns: int, repeats: int) -> float:
     """Bytes/s at which one row is multiplied by float32 matrices that no cache holds."""
-    count = max(COPY_BYTES // (4 * inner * columns), 1)
+    # Small matrices would be many, and compile for minutes.
+    count = min(max(COPY_BYTES // (4 * inner * columns), 1), MOST_MATRICES)
     x = jnp.ones((1, inner))
     weights = [jnp.full((inner, columns), 1e-3) for _ in range(count)]
 
