@@ -2,72 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from jaxkv.cache.contract import PUBLIC, CacheContract
+from jaxkv.cache.contract import PUBLIC
 from jaxkv.cache.domain import Domain, as_domain
 from jaxkv.cache.sequence import Sequence
-from jaxkv.cache.tiers import DiskTier, HostTier, Tiers
 from jaxkv.cache.tree import Pin
-from jaxkv.checks import check_bytes, check_seconds, check_tokens
+from jaxkv.checks import check_seconds, check_tokens
+from jaxkv.core import EngineCore, interruptible
 from jaxkv.errors import ConfigError, HandleError
-from jaxkv.memory import Memory
-from jaxkv.model.config import ModelConfig
 from jaxkv.persistence import CacheLoaded, CacheSaved, load, save
-from jaxkv.results import Reuse, StepResult
-
-F = TypeVar("F", bound=Callable[..., Any])
+from jaxkv.results import Reuse
 
 
-def interruptible(method: F) -> F:
-    """Notes that a call was broken off by something that is no error, such as Ctrl-C."""
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception:
-            raise
-        except BaseException:
-            self._memory.interrupted = True
-            raise
-
-    return cast(F, call)
-
-
-def make_tiers(host_bytes: Any, disk: Any, disk_bytes: Any, grid: int) -> Tiers | None:
-    """The tiers behind the pool, or None where there is to be none; refuses with a ConfigError."""
-    host_bytes = check_bytes("host_tier_bytes", host_bytes, 0)
-    disk_bytes = check_bytes("disk_tier_bytes", disk_bytes, 0)
-    host = HostTier(host_bytes) if host_bytes else None
-    try:
-        directory = DiskTier(disk, disk_bytes) if disk is not None else None
-    except (OSError, TypeError) as error:
-        raise ConfigError(f"disk_tier is {disk!r}, expected a directory that can be written") from error
-    return Tiers(host, directory, grid) if host is not None or directory is not None else None
-
-
-class CacheControl:
+class CacheControl(EngineCore):
     """The methods of `Engine` that decide what stays in its cache."""
-
-    config: ModelConfig
-    _memory: Memory
-    _contract: CacheContract
-    _token_bytes: int
-    _prefix_cache: bool
-
-    def release(self, sequence: Sequence) -> None:
-        """See `Engine`."""
-        raise NotImplementedError
-
-    def _prefill(self, tokens: Any, contract: CacheContract, *, reuse: bool, priority: int) -> StepResult:
-        raise NotImplementedError
-
-    def _require_live(self, sequence: Sequence) -> None:
-        raise NotImplementedError
 
     @interruptible
     def publish_prefix(self, tokens: Any, *, pin_seconds: float | None = None) -> Reuse:
@@ -147,12 +97,6 @@ class CacheControl:
         contract = self._contract.within(as_domain(domain))
         self._memory.begin()
         self._memory.set_quota(contract, self._quota_pages(quota_bytes, self._memory.pool.page_size))
-
-    def _quota_pages(self, quota_bytes: int | None, page_size: int) -> int | None:
-        if quota_bytes is None:
-            return None
-        page_bytes = page_size * self._token_bytes
-        return check_bytes("quota_bytes", quota_bytes, page_bytes) // page_bytes
 
     @interruptible
     def save_cache(self, path: str | Path) -> CacheSaved:

@@ -6,7 +6,7 @@ Part of the memory, in a file of its own.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from jaxkv.cache.entry import Entry, make_entry
 from jaxkv.cache.match import Cause, Match, MatchEnd
 from jaxkv.cache.retention import Gone
 from jaxkv.cache.sequence import slots_of
-from jaxkv.errors import CapacityError
+from jaxkv.cache.tiers import DiskTier, HostTier, Tiers
+from jaxkv.checks import check_bytes
+from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.schedule import coalesce, place
 from jaxkv.transfer import read, shapes, write
 from jaxkv.typing import Int32
@@ -98,3 +100,15 @@ def fits(memory: Memory, entry: Entry) -> bool:
     """Whether the entry's KV has the shapes of this pool's."""
     expected = shapes(memory.pages, entry.end - entry.start)
     return tuple(block.shape for block in entry.kv) == expected
+
+
+def make_tiers(host_bytes: Any, disk: Any, disk_bytes: Any, grid: int) -> Tiers | None:
+    """The tiers behind the pool, or None where there is to be none; refuses with a ConfigError."""
+    host_bytes = check_bytes("host_tier_bytes", host_bytes, 0)
+    disk_bytes = check_bytes("disk_tier_bytes", disk_bytes, 0)
+    host = HostTier(host_bytes) if host_bytes else None
+    try:
+        directory = DiskTier(disk, disk_bytes) if disk is not None else None
+    except (OSError, TypeError) as error:
+        raise ConfigError(f"disk_tier is {disk!r}, expected a directory that can be written") from error
+    return Tiers(host, directory, grid) if host is not None or directory is not None else None

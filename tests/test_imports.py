@@ -26,7 +26,6 @@ FLOORS = (
         "execute",
         "generation",
         "stats",
-        "caching",
         "transfer",
         "tiering",
         "persistence",
@@ -37,6 +36,7 @@ FLOORS = (
         "io",
     ),
     ("serving",),
+    ("core", "caching", "batching", "revising"),
     ("engine",),
     ("",),  # the package itself: the public names
 )
