@@ -35,13 +35,15 @@ class Experiment:
 
     def resolve(self, config: Mapping[str, Any], given: Collection[str] = ()) -> Any:
         """The typed form of a config."""
-        return importlib.import_module(self.config).resolve(config, given)
+        return importlib.import_module(self.config).resolve(self._own(config), given)
 
     def run(self, config: Mapping[str, Any], workdir: str | None, *, given: Collection[str]) -> Any:
         """Runs it; the result has `path`, `finished` and `failed`."""
-        # Its configs need not have the key that chose it.
-        values = {k: v for k, v in config.items() if k != KEY or KEY in self.known_keys}
-        return importlib.import_module(self.runner).run(values, workdir, given=given)
+        return importlib.import_module(self.runner).run(self._own(config), workdir, given=given)
+
+    def _own(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """`config` without the key that chose the experiment, where its configs do not have it."""
+        return {k: v for k, v in config.items() if k != KEY or KEY in self.known_keys}
 
 
 EXPERIMENTS = {

@@ -82,7 +82,7 @@ def _step(
     config: ModelConfig,
     logits: str,
     capture: bool,
-    backend: Backend,
+    backend: Backend = AUTO,
 ) -> StepOutput:
     return forward_step(params, pages, step, config=config, logits=logits, capture=capture, backend=backend)
 
@@ -129,7 +129,7 @@ def decode(
 
 @functools.partial(jax.jit, static_argnames=("config", "backend"), donate_argnames=("pages",))
 def _decode_many(
-    params: Params, pages: Pages, inputs: DecodeInput, *, config: ModelConfig, backend: Backend
+    params: Params, pages: Pages, inputs: DecodeInput, *, config: ModelConfig, backend: Backend = AUTO
 ) -> DecodeOutput:
     batch, steps = inputs.slots[0].shape
     drop = tuple(group.num_slots for group in pages)
@@ -216,7 +216,9 @@ def _relocate_group(group: KVPages, moves: Moves, config: ModelConfig, backend: 
 
 
 @functools.partial(jax.jit, static_argnames=("config", "backend"), donate_argnames=("pages",))
-def _relocate(pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig, backend: Backend) -> Pages:
+def _relocate(
+    pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig, backend: Backend = AUTO
+) -> Pages:
     return tuple(_relocate_group(g, m, config, backend) for g, m in zip(pages, moves, strict=True))
 
 

@@ -59,7 +59,7 @@ def test_rates_count_what_they_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(limits, "seconds", lambda _call, _repeats: 0.5)
     assert limits.copy_rate(1) == 4 * 2**20
-    assert limits.matmul_rate(2, 3, 5, "float32", 1) == 2 * (2 * 3 * 5 * limits.CHAIN)
+    assert limits.matmul_rate(2, 3, 5, "float32", 1) == 2 * (2 * 2 * 3 * 5 * limits.CHAIN)
     assert limits.read_rate(64, 64, 1) == 2 * (1 << 20)
     monkeypatch.setattr(limits, "COPY_BYTES", 1 << 30)
     assert limits.read_rate(8, 8, 1) == 2 * 4 * 64 * limits.MOST_MATRICES

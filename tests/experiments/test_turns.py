@@ -98,8 +98,8 @@ def test_a_run_with_signals_calibrates_and_another_one_judges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = {
-        "policies": "scr,scr|sinks(4)|first_k(32),scr|sinks(4)|dependents(64,64)",
-        "edits": "delete,replace", "positions": (0.0, 0.3, 0.6, 0.9), "sizes": (24,), "noise_every": 0,
+        "policies": "scr,scr|sinks(4)|first_k(32),scr|sinks(4)|dependents(32,32)",
+        "edits": "delete,replace", "positions": (0.0, 0.2, 0.4, 0.6), "sizes": (24,), "noise_every": 0,
         "signals": True,
     }  # fmt: skip
     fitted = small(tmp_path / "a", **values)
