@@ -4,6 +4,7 @@
 
 Runtime: about forty minutes on two cores, with `--config.quick=True` six minutes.
 
+Not yet run to its end; what follows is an expectation.
 Expected: error adds up over turns, since each edits what the last one left; repairs keep it near a
 hundredth of a nat. Dropping the oldest exchange changes what stands behind the system prompt, not the
 sink, so plain `scr` survives it.

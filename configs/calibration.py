@@ -7,6 +7,7 @@
 Runtime: about five minutes a run on two cores; the last command takes seconds. Short contexts keep it
 quick: for long ones calibrate on long ones, `--config.context=2048,4096`.
 
+Not yet run to its end; what follows is an expectation.
 Expected: the bound covers about 95% of the edits of the second run, on texts that the first never saw.
 """
 

@@ -10,6 +10,7 @@ appended or replaced, 16 generated; each under exact prefix reuse and under poli
 the edit. The same three edits on paper for Qwen3.6-27B at 20,000 tokens. Both priced as hosted APIs price
 cached input.
 
+Not yet run to its end; what follows is an expectation.
 Expected: by the ledger an exact edit at the start costs about seven times the FLOPs of an append, one in the
 middle about four times; with reuse each costs little more than an append. Prices follow: reading is nearly
 free, writing is not, and a rewritten start can cost more than no cache at all.

@@ -10,6 +10,7 @@ three system prompts with three templates each, a quarter of them follow-ups, Po
 second. The same trace is replayed with a pool that holds everything and with one that does not, each time
 with the prefix index and without it, in one process.
 
+Not yet run to its end; what follows is an expectation.
 Expected: of the prompt tokens 70% repeat an earlier prompt of their tenant, so with pages for all about as
 many are found, and requests reach their first token sooner than without reuse. With few pages the hit rate
 falls and pages are evicted. Greedy outputs are the same, but for ties within rounding.

@@ -4,6 +4,7 @@
 
 Runtime: about half an hour on two cores, with `--config.quick=True` five minutes.
 
+Not yet run to its end; what follows is an expectation.
 Expected: asked directly, `scr` answers almost as exact does. Through a sentence that depends on the fact
 and stands far behind it, a window behind the seam (`first_k`) recovers less of the margin than
 `dependents`, which finds that sentence.

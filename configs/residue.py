@@ -4,6 +4,7 @@
 
 Runtime: about twenty minutes on two cores, with `--config.quick=True` four minutes.
 
+Not yet run to its end; what follows is an expectation.
 Expected: `exact` and `forget` answer the same whatever was deleted: the KL between two pasts of one
 text is that of rounding. `scr` never says the secret, but its answers differ by what was deleted, most where
 the stale text stands right behind it.

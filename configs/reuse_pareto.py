@@ -3,12 +3,13 @@
     python -m experiments.launch --config=configs/reuse_pareto.py
     python -m experiments.launch --config=configs/reuse_pareto.py --config.quick=True
 
-Runtime: about an hour and a half on two cores, with `--config.quick=True` about ten minutes.
+Runtime: perhaps an hour and a half on two cores, with `--config.quick=True` about ten minutes.
 
 Model and text: SmolLM2-135M-Instruct in float32, contexts of 1,024 and 2,048 tokens of Python's
 reference prose. Six kinds of edit of 16 to 500 tokens at the head, 25%, 50% and 90%, every third cell of the
 grid; every policy. One kind of edit: `--config.edits=replace`; another model: `--config.model=path`.
 
+Not yet run to its end; what follows is an expectation.
 Expected: `scr` alone is near a thousandth of a nat unless the head is edited; `first_k(32)` and
 `sinks(4)` repair that at about a tenth of exact's FLOPs; `top_deviation` pays for its check layer;
 `erratum` costs least and answers worst where much was inserted; `budget(0.01)` stays under its budget
