@@ -216,7 +216,7 @@ def resolve(config: Mapping[str, Any], given: Collection[str] = ()) -> Experimen
     typed: dict[str, Any] = {}
     for field in dataclasses.fields(ExperimentConfig):
         if field.name in values:
-            typed[field.name] = _convert(field.name, str(field.type), values[field.name])
+            typed[field.name] = convert(field.name, str(field.type), values[field.name])
     # The edit under `exact` is what every cost and time is compared with, so it always runs, first.
     policies = [_policy_name(p) for p in typed.get("policies", ExperimentConfig.policies)]
     if values.get("smoke") and "policies" not in given:
@@ -237,10 +237,11 @@ def typed_values(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
       ConfigError: a value of another type, by name.
     """
     fields = [field for field in dataclasses.fields(kind) if field.name in values]
-    return {field.name: _convert(field.name, str(field.type), values[field.name]) for field in fields}
+    return {field.name: convert(field.name, str(field.type), values[field.name]) for field in fields}
 
 
-def _convert(name: str, kind: str, value: Any) -> Any:
+def convert(name: str, kind: str, value: Any) -> Any:
+    """`value` as the type that a field's annotation names; a ConfigError naming the field if it is none."""
     if kind.startswith("tuple["):
         element = kind[len("tuple[") :].split(",")[0]
         return tuple(_scalar(name, element, item) for item in _items(value))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import ml_collections
 
-from experiments.config import _convert as convert
+from experiments.config import convert
 from experiments.environment import environment
 from experiments.records import RunDirectory, refuse_changes
 from experiments.workloads.corpus import Corpus

@@ -55,7 +55,7 @@ def run(
     if names and not Path(speed.peer_gguf).is_file():
         raise ConfigError(f"config.peer_gguf is '{speed.peer_gguf}', expected the GGUF file that peers load")
     path = speed.directory(workdir)
-    out, progress = Console(width=None), Console(stderr=True)
+    out, progress = Console(), Console(stderr=True)
     with RunDirectory(path) as directory:
         refuse_other(directory, speed)
         if directory.records():
@@ -150,7 +150,7 @@ def _rows(
     subject: Subject,
 ) -> Iterator[Record]:
     body, attention = token_flops(model.config), attention_flops(model.config)
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    weights = _weight_bytes(model)
     kv = subject.page_bytes // config.page_size
     ours = {what: statistics.median(all_) for (what, system), all_ in times.items() if system == OURS}
     for (what, system), repeats in times.items():
@@ -183,11 +183,14 @@ def _rows(
         yield row
 
 
+def _weight_bytes(model: Model) -> int:
+    return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(model.params))
+
+
 def _bytes(model: Model, subject: Subject) -> dict[str, int]:
     """Bytes of arrays that this process holds, by what they are; each is there once."""
-    leaves = jax.tree.leaves(model.params)
     held = sum(array.nbytes for array in jax.live_arrays())
-    weights = sum(leaf.nbytes for leaf in leaves)
+    weights = _weight_bytes(model)
     pages = subject.engine.stats()["pages_total"] * subject.page_bytes
     return {"weights": weights, "pages": pages, "all live arrays": held}
 
