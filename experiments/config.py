@@ -71,6 +71,7 @@ class ExperimentConfig:
     dtype: str = "float32"
     corpus: str = "topics"  # "topics", "stdlib" or the path of a text file
     seed: int = 0
+    mesh: str = ""  # devices that the engine is spread over, as in "model:4"; one device when empty
     smoke: bool = False  # a tiny random model, seconds
     quick: bool = False  # fewer and shorter cases, minutes
 
@@ -151,7 +152,8 @@ class ExperimentConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values of all fields."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return {key: value for key, value in values.items() if key != "mesh" or value}
 
     @property
     def digest(self) -> str:

@@ -20,6 +20,7 @@ from experiments.figures import (
     task_figures,
 )
 from experiments.records import NOISE, Record
+from experiments.subject import mesh_of
 from jaxkv.cache.sequence import Sequence
 from jaxkv.divergence import divergence
 from jaxkv.engine import Engine
@@ -69,6 +70,7 @@ class Bench:
                     chunk_size=self._config.chunk_size,
                     kv_dtype=case.kv_dtype or None,
                     prefix_cache=False,
+                    mesh=mesh_of(self._config.mesh, replicas=False),
                 )
             }
         return self._engines[case.kv_dtype]

@@ -30,6 +30,7 @@ from jaxkv.errors import (
     FormatError,
     HandleError,
     JaxkvError,
+    ProcessError,
     RelocationError,
     TokenError,
 )
@@ -39,7 +40,9 @@ from jaxkv.io.models import Model, load
 from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.params import Params, init_params, params_digest
 from jaxkv.model.transformer import forward_dense
+from jaxkv.parallel import parse_mesh
 from jaxkv.persistence import CacheLoaded, CacheSaved
+from jaxkv.replicas import Replicas
 from jaxkv.results import Generation, KVState, Reuse, StepResult
 from jaxkv.reuse.diff import Span, diff
 from jaxkv.reuse.estimate import Calibration, Estimate, Signals
@@ -128,9 +131,11 @@ __all__ = [
     "Policy",
     "PrefixIndex",
     "Priority",
+    "ProcessError",
     "RelocationError",
     "Removed",
     "Repair",
+    "Replicas",
     "Request",
     "RequestMetrics",
     "RequestResult",
@@ -164,6 +169,7 @@ __all__ = [
     "load",
     "make_pages",
     "params_digest",
+    "parse_mesh",
     "plan",
     "policy_from_name",
     "prefill",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import time
 import weakref
@@ -31,6 +32,7 @@ from jaxkv.cache.tree import Pin
 from jaxkv.errors import CapacityError, HandleError
 from jaxkv.model.backend import AUTO, Backend
 from jaxkv.model.config import ModelConfig
+from jaxkv.parallel import make_placed
 from jaxkv.reuse.ledger import attention_flops, token_flops
 from jaxkv.schedule import Placement, place
 from jaxkv.steps import Pages
@@ -103,13 +105,17 @@ class Memory:
     def _make_pages(self) -> Pages:
         try:
             pages = tuple(
-                make_pages(
-                    self.config,
-                    group,
-                    num_pages=self.pool.num_pages,
-                    page_size=self.pool.page_size,
-                    dtype=self.kv_dtype,
-                    platform=self.backend.storage_platform,
+                make_placed(
+                    functools.partial(
+                        make_pages,
+                        self.config,
+                        group,
+                        num_pages=self.pool.num_pages,
+                        page_size=self.pool.page_size,
+                        dtype=self.kv_dtype,
+                        platform=self.backend.storage_platform,
+                    ),
+                    self.backend.mesh,
                 )
                 for group in self.config.groups
             )

@@ -24,6 +24,7 @@ from jaxkv.model.attention import MASKED
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.params import Params
 from jaxkv.model.rope import rope_angles, rotate
+from jaxkv.parallel import to_host
 from jaxkv.reuse.ledger import attention_flops, token_flops
 from jaxkv.reuse.policies import Edit, Policy
 from jaxkv.reuse.policies.base import ranges
@@ -191,7 +192,7 @@ def squared_changes(
     padded[:, :count] = fresh.slots, cached.slots, fresh.births - cached.births
     group, index = _row_of(memory.config, layer)
     found = _changes(memory.pages[group], jnp.int32(index), *padded, config=memory.config)
-    a, b, c, d = (np.asarray(x)[:count] for x in found)
+    a, b, c, d = (to_host(x)[:count] for x in found)
     return a, b, c, d
 
 
@@ -238,7 +239,7 @@ def attention_mass(
         count = len(queries[part])
         rows[:, :count] = asked.slots[part], asked.births[part], asked.stands[part]
         mass = _mass(memory.pages[group], jnp.int32(index), recover, rows, keys, marked, config=config)
-        mass = np.asarray(mass)[:count]
+        mass = to_host(mass)[:count]
         result[part] = mass.max(axis=1) if heads == "max" else mass.mean(axis=1)
     width = 2 * config.num_kv_heads * config.head_dim
     size_q, dim = config.num_heads * config.head_dim, config.embed_dim

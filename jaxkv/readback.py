@@ -9,6 +9,7 @@ from jaxkv.cache.pool import PagePool
 from jaxkv.cache.sequence import FIRST, HI, LO, PAGE, Sequence, slots_of
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.rope import inverse_frequencies
+from jaxkv.parallel import to_host
 from jaxkv.results import KVState
 
 
@@ -27,7 +28,7 @@ def read_kv(pages: KVPages, pool: PagePool, sequence: Sequence, config: ModelCon
     cos, sin = np.cos(angles), np.sin(angles)
     half, head_dim = config.rope.rotary_dim // 2, config.head_dim
     for layer in range(layers):
-        rows = np.asarray(read_slots(pages, layer, slots)).astype(np.float64)
+        rows = to_host(read_slots(pages, layer, slots)).astype(np.float64)
         k = rows[..., :head_dim]
         x1, x2 = k[..., :half], k[..., half : 2 * half]
         turned = np.concatenate([x1 * cos + x2 * sin, x2 * cos - x1 * sin], -1)

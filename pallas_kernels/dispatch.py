@@ -56,6 +56,11 @@ def compiling_for(platform: str) -> Iterator[None]:
         _platform.reset(token)
 
 
+def platform() -> str:
+    """The platform that operations are traced for: "cpu", "tpu" or "gpu"."""
+    return _platform.get() or jax.default_backend()
+
+
 def check_implementation(implementation: str) -> None:
     """Raises ValueError for a name that is not in IMPLEMENTATIONS."""
     if implementation not in IMPLEMENTATIONS:
@@ -94,15 +99,15 @@ def run(operation: str, name: str, implementation: str, interpret: Any, *args: A
       ValueError: unknown implementation.
       NotImplementedError: a forced implementation cannot run these arguments, or cannot run here.
     """
-    platform = _platform.get() or jax.default_backend()
+    target = platform()
     forced = implementation != "auto"
-    for candidate in resolve(implementation, operation, platform):
+    for candidate in resolve(implementation, operation, target):
         if candidate == "xla":
             break
         needs = PLATFORMS[candidate]
-        if needs != platform and not interpret:
+        if needs != target and not interpret:
             raise NotImplementedError(
-                f"implementation {candidate!r} needs a {needs.upper()}, found {platform}: "
+                f"implementation {candidate!r} needs a {needs.upper()}, found {target}: "
                 "choose 'auto' or 'xla', or set interpret"
             )
         try:

@@ -1,15 +1,18 @@
-"""Which code runs attention, page writes and relocation: XLA, or the Pallas kernels."""
+"""Which code runs attention, page writes and relocation, XLA or the Pallas kernels, and on which devices."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
-import jax
+from jax.sharding import Mesh
 
 from jaxkv.errors import ConfigError, nearest
+from jaxkv.model.sharding import on_shards
 from jaxkv.typing import Array
-from pallas_kernels.dispatch import IMPLEMENTATIONS, MODULES, PLATFORMS, PREFERRED
+from pallas_kernels.dispatch import IMPLEMENTATIONS, MODULES, PLATFORMS, PREFERRED, platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Backend:
       implementation: "auto" takes the platform's kernels where they can run and XLA elsewhere; "xla",
         "pallas_tpu", "pallas_gpu" and "triton" force one.
       interpret: runs kernels in the interpreter, on any machine; for tests.
+      mesh: the devices that one step is split over; None for one device.
 
     Raises:
       ConfigError: an unknown implementation, or one that can't run on this machine.
@@ -27,6 +31,7 @@ class Backend:
 
     implementation: str = "auto"
     interpret: bool = False
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         name = self.implementation
@@ -35,27 +40,32 @@ class Backend:
                 f"implementation is {name!r}, expected one of {', '.join(IMPLEMENTATIONS)}"
                 f"{nearest(str(name), IMPLEMENTATIONS)}"
             )
-        needs, platform = PLATFORMS.get(name), jax.default_backend()
-        if needs is not None and needs != platform and not self.interpret:
+        needs, found = PLATFORMS.get(name), platform()
+        if needs is not None and needs != found and not self.interpret:
             raise ConfigError(
                 f"implementation is '{name}', which needs a {needs.upper()}, but this machine's platform is "
-                f"{platform}: expected 'auto', 'xla', or interpret=True"
+                f"{found}: expected 'auto', 'xla', or interpret=True"
             )
 
     def has(self, operation: str) -> bool:
         """Whether `pallas_kernels` runs "decode", "prefill" or "append"; else XLA's own form does."""
         if self.implementation == "auto":
-            return jax.default_backend() in PREFERRED
+            return platform() in PREFERRED
         return self.implementation != "xla" and (self.implementation, operation) in MODULES
 
-    def call(self, function: Callable[..., Array], *args: Array) -> Array:
-        """An operation of `pallas_kernels`.
+    def call(self, function: Callable[..., Array], *args: Array, **options: Any) -> Array:
+        """An operation of `pallas_kernels`; on a mesh every shard runs it on its own KV heads.
 
         Raises:
           ConfigError: a forced kernel can't take these shapes or dtypes.
         """
+        run: Callable[..., Array] = functools.partial(
+            function, implementation=self.implementation, interpret=self.interpret
+        )
+        if self.mesh is not None:
+            run = on_shards(run, function, self.mesh)
         try:
-            return function(*args, implementation=self.implementation, interpret=self.interpret)
+            return run(*args, **options)
         except NotImplementedError as error:
             raise ConfigError(
                 f"implementation is '{self.implementation}', which can't run this model: {error}"
@@ -64,7 +74,7 @@ class Backend:
     @property
     def storage_platform(self) -> str:
         """The platform whose way of storing pages is used: kernels read dtypes, not their bits."""
-        return PLATFORMS.get(self.implementation, jax.default_backend())
+        return PLATFORMS.get(self.implementation, platform())
 
 
 AUTO = Backend()
