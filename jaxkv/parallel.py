@@ -132,12 +132,23 @@ def place_params(params: Params, config: ModelConfig, mesh: Mesh | None) -> Para
     """
     if mesh is None:
         return params
-    placed: Params = jax.tree.map(
-        lambda leaf, where: jax.block_until_ready(jax.device_put(leaf, where)),
-        params,
-        weight_shardings(params, config, mesh),
-    )
+    placed: Params = jax.tree.map(_put, params, weight_shardings(params, config, mesh))
     return placed
+
+
+def _put(value: Array, where: Any) -> Array:
+    """One array where it belongs, once it is there."""
+    if isinstance(value, jax.Array) and value.sharding == where:
+        return value
+    local = not isinstance(value, jax.Array) or value.is_fully_addressable
+    if (
+        local and not where.is_fully_addressable
+    ):  # each process has the whole and gives its devices their part
+        host = np.asarray(value)
+        placed = jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+    else:
+        placed = jax.device_put(value, where)
+    return jax.block_until_ready(placed)
 
 
 def place_model(model: Model, mesh: Mesh | None) -> Model:

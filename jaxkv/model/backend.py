@@ -40,8 +40,9 @@ class Backend:
                 f"implementation is {name!r}, expected one of {', '.join(IMPLEMENTATIONS)}"
                 f"{nearest(str(name), IMPLEMENTATIONS)}"
             )
-        needs, found = PLATFORMS.get(name), platform()
-        if needs is not None and needs != found and not self.interpret:
+        needs = PLATFORMS.get(name)
+        # Asked only where it matters: the answer starts JAX, and processes must join before that.
+        if needs is not None and not self.interpret and needs != (found := platform()):
             raise ConfigError(
                 f"implementation is '{name}', which needs a {needs.upper()}, but this machine's platform is "
                 f"{found}: expected 'auto', 'xla', or interpret=True"
@@ -74,7 +75,7 @@ class Backend:
     @property
     def storage_platform(self) -> str:
         """The platform whose way of storing pages is used: kernels read dtypes, not their bits."""
-        return PLATFORMS.get(self.implementation, platform())
+        return PLATFORMS.get(self.implementation) or platform()
 
 
 AUTO = Backend()

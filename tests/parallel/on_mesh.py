@@ -11,7 +11,7 @@ from tiny import make_model, tiny_config
 import jaxkv
 from jaxkv.parallel import as_mesh
 
-NUM_PAGES, PAGE_SIZE, CHUNK = 48, 8, 32
+NUM_PAGES, PAGE_SIZE, CHUNK = 48, 8, 16
 VOCAB = 96
 
 # Every axis is divided by four; and one whose KV heads are not, while MLP and vocabulary are.

@@ -28,7 +28,6 @@ def answers(engine: jaxkv.Engine) -> dict[str, object]:
     return {
         "prefill": np.asarray(first.logits).tolist(),
         "edited": np.asarray(result.logits).tolist(),
-        "score": engine.score(first.sequence, text(3, seed=4)).tolist(),
         "tokens": [g.tokens.tolist() for g in pair],
         "keys": float(np.abs(state.keys).sum()),
     }
