@@ -58,6 +58,8 @@ def main(_: Sequence[str]) -> int:
     except OSError as error:  # a full disk, a directory that can't be written
         print(f"error: {error}", file=sys.stderr)
         return 1
+    finally:
+        processes.leave()
     return 0 if result.finished and not result.failed else 1
 
 

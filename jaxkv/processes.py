@@ -9,6 +9,7 @@ what is not computed together, such as cases of an evaluation, is dealt out by `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -124,6 +125,18 @@ def wait_for_all(what: str) -> None:
     if missing:
         names = ", ".join(str(index) for index in sorted(missing))
         raise ProcessError(f"of {place.count} processes, {names} ended while {what}, expected all to run")
+
+
+def leave() -> None:
+    """Ends this process's part, process 0 after all others: it holds the list of who is alive."""
+    if not jax.distributed.is_initialized():
+        return
+    if not here().index:
+        # They come here no more: this returns when all have left or are dead.
+        with contextlib.suppress(Exception), multihost_utils.live_devices(jax.devices()):
+            pass
+    with contextlib.suppress(Exception):  # one that is dead can't be told
+        jax.distributed.shutdown()
 
 
 def _processes(devices: Any) -> set[int]:

@@ -51,6 +51,7 @@ def main() -> None:
     found["warm"] = other.prefill(text(40)).reuse.matched
     processes.wait_for_all("they answered")
     (Path(path) / f"{place.index}.json").write_text(json.dumps(found))
+    processes.leave()
 
 
 if __name__ == "__main__":
