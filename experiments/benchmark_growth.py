@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator

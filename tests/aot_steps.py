@@ -1,6 +1,6 @@
 """Compiles whole steps of the engine for a TPU that is not here. Run as a script, in a process of its own.
 
-    python tests/aot_steps.py v5e
+    JAX_PLATFORMS=cpu PYTHONPATH=.:tests/pallas_kernels python tests/aot_steps.py v5e
 
 Prints one JSON line for each step: bytes of the pages, of what is aliased, of temporaries, or the error.
 Needs libtpu (`pip install "jax[tpu]"`).
@@ -9,20 +9,8 @@ Needs libtpu (`pip install "jax[tpu]"`).
 from __future__ import annotations
 
 import json
-import os
 import sys
-from pathlib import Path
 from typing import Any
-
-# No TPU is asked for: libtpu only compiles.
-os.environ.update(
-    JAX_PLATFORMS="cpu",
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v5litepod-4",
-    TPU_WORKER_HOSTNAMES="localhost",
-)
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE / "pallas_kernels")]
 
 import jax
 import jax.numpy as jnp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,14 @@ STEPS = ("prefill", "decode", "decode_many", "relocate")
     "chip", ["v5e", *(pytest.param(c, marks=pytest.mark.slow) for c in ("v6e", "tpu7x"))]
 )
 def test_steps_on_kernels_write_pages_in_place(chip: str) -> None:
+    paths = [str(SCRIPT.parents[1]), str(SCRIPT.parent / "pallas_kernels"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), chip], capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, str(SCRIPT), chip],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(p for p in paths if p)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
