@@ -25,7 +25,7 @@ def get_config() -> ml_collections.ConfigDict:
         context=(512,),
         documents=1,
         moves=(256,),
-        kv_dtypes=("float32", "bfloat16"),
+        kv_dtype=("float32", "bfloat16", "int8"),
         policies=("exact", "scr", "scr(form=copy)", "scr(form=composed)"),
         noise_every=1,
         layers_every=0,
