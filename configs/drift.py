@@ -3,8 +3,8 @@
     python -m experiments.launch --config=configs/drift.py
     python -m experiments.launch --config=configs/drift.py --config.kv_dtype=int8
 
-Runtime: about half an hour on two cores for the three dtypes of pages, with `--config.quick=True` (16 edits) five
-minutes.
+Runtime: about half an hour on two cores for the three dtypes of pages, with `--config.quick=True` (16
+edits) five minutes.
 
 Not yet run to its end; what follows is an expectation.
 Expected: in view form keys are never rewritten, so their change against birth is 0 after any number of

@@ -144,7 +144,7 @@ def test_what_a_dtype_costs_alone_stands_beside_what_reuse_costs() -> None:
         (0, kl(narrow, mine), kl(narrow, mine))
     )
     assert (rows[1].pages_kl, rows[1].kl, rows[1].both_kl) == pytest.approx(
-        (kl(wide, narrow), kl(narrow, mine), kl(wide, mine))
+        (kl(wide, narrow), reuse, kl(wide, mine))
     )
     assert pages_rows({"scr": [plain]}) == ()
 
