@@ -140,9 +140,8 @@ def test_what_a_dtype_costs_alone_stands_beside_what_reuse_costs() -> None:
     plain = {**record, "kv_dtype": "float32", "pages": None, "kv_token_bytes": 512}
     rows = pages_rows({"scr": [plain, record]})
     assert [(r.dtype, r.token_bytes, r.cases) for r in rows] == [("float32", 512, 1), ("int8", 160, 1)]
-    assert (rows[0].pages_kl, rows[0].kl, rows[0].both_kl) == pytest.approx(
-        (0, kl(narrow, mine), kl(narrow, mine))
-    )
+    reuse = kl(narrow, mine)
+    assert (rows[0].pages_kl, rows[0].kl, rows[0].both_kl) == pytest.approx((0, reuse, reuse))
     assert (rows[1].pages_kl, rows[1].kl, rows[1].both_kl) == pytest.approx(
         (kl(wide, narrow), reuse, kl(wide, mine))
     )
