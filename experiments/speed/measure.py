@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from experiments.speed.config import SpeedConfig
+from jaxkv.cache.dtypes import kv_token_bytes
 from jaxkv.cache.sequence import Sequence
 from jaxkv.engine import Engine
 from jaxkv.generation import Sampling
@@ -54,12 +55,12 @@ class Subject:
             num_pages=math.ceil(longest / config.page_size) + 4 * max(config.batches),
             page_size=config.page_size,
             chunk_size=config.chunk_size,
+            kv_dtype=None if config.kv_dtype == "model" else config.kv_dtype,
             implementation=config.implementation,
             prefix_cache=False,
         )
         self._prompts: dict[int, list[Sequence]] = {}  # by context; kept, or every repeat would compute them
-        itemsize = jax.numpy.dtype(self.engine.contract.kv_dtype).itemsize
-        self.page_bytes = config.page_size * model.config.kv_bytes_per_token(itemsize)
+        self.page_bytes = config.page_size * kv_token_bytes(model.config, self.engine.contract.kv_dtype)
 
     def prefill(self, tokens: int) -> float:
         """Seconds from a prompt of `tokens` to its logits, nothing reused."""

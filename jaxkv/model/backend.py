@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from jaxkv.errors import ConfigError, nearest
 from jaxkv.typing import Array
@@ -46,14 +47,14 @@ class Backend:
             return platform() in PREFERRED
         return self.implementation != "xla" and (self.implementation, operation) in MODULES
 
-    def call(self, function: Callable[..., Array], *args: Array) -> Array:
-        """An operation of `pallas_kernels`.
+    def call(self, function: Callable[..., Any], *args: Array, **options: Any) -> Any:
+        """An operation of `pallas_kernels`, with what it takes by keyword, such as `scale`.
 
         Raises:
           ConfigError: a forced kernel can't take these shapes or dtypes.
         """
         try:
-            return function(*args, implementation=self.implementation, interpret=self.interpret)
+            return function(*args, **options, implementation=self.implementation, interpret=self.interpret)
         except NotImplementedError as error:
             raise ConfigError(
                 f"implementation is '{self.implementation}', which can't run this model: {error}"
