@@ -57,7 +57,7 @@ def compiling_for(platform: str) -> Iterator[None]:
 
 
 def platform() -> str:
-    """The platform that operations are traced for: "cpu", "tpu" or "gpu"."""
+    """The platform that operations are traced for: this process's own, or that of `compiling_for`."""
     return _platform.get() or jax.default_backend()
 
 
@@ -69,13 +69,13 @@ def check_implementation(implementation: str) -> None:
         )
 
 
-def resolve(implementation: str, operation: str, platform: str) -> tuple[str, ...]:
+def resolve(implementation: str, operation: str, on: str) -> tuple[str, ...]:
     """Names of the implementations to try for an operation on a platform, in order.
 
     Args:
       implementation: one of IMPLEMENTATIONS.
       operation: "decode", "prefill", "append" or "relocate_pages".
-      platform: "cpu", "tpu" or "gpu".
+      on: the platform, "cpu", "tpu" or "gpu".
 
     Raises:
       ValueError: unknown implementation.
@@ -83,7 +83,7 @@ def resolve(implementation: str, operation: str, platform: str) -> tuple[str, ..
     """
     check_implementation(implementation)
     if implementation == "auto":
-        tried = [name for name in PREFERRED.get(platform, ()) if (name, operation) in MODULES]
+        tried = [name for name in PREFERRED.get(on, ()) if (name, operation) in MODULES]
         return (*tried, "xla")
     if (implementation, operation) in BY_XLA:
         return ("xla",)
@@ -99,15 +99,15 @@ def run(operation: str, name: str, implementation: str, interpret: Any, *args: A
       ValueError: unknown implementation.
       NotImplementedError: a forced implementation cannot run these arguments, or cannot run here.
     """
-    target = platform()
+    on = platform()
     forced = implementation != "auto"
-    for candidate in resolve(implementation, operation, target):
+    for candidate in resolve(implementation, operation, on):
         if candidate == "xla":
             break
         needs = PLATFORMS[candidate]
-        if needs != target and not interpret:
+        if needs != on and not interpret:
             raise NotImplementedError(
-                f"implementation {candidate!r} needs a {needs.upper()}, found {target}: "
+                f"implementation {candidate!r} needs a {needs.upper()}, found {on}: "
                 "choose 'auto' or 'xla', or set interpret"
             )
         try:

@@ -54,13 +54,15 @@ class Backend:
             return platform() in PREFERRED
         return self.implementation != "xla" and (self.implementation, operation) in MODULES
 
-    def call(self, function: Callable[..., Array], *args: Array, **options: Any) -> Array:
-        """An operation of `pallas_kernels`; on a mesh every shard runs it on its own KV heads.
+    def call(self, function: Callable[..., Any], *args: Array, **options: Any) -> Any:
+        """An operation of `pallas_kernels`, with what it takes by keyword, such as `scale`.
+
+        On a mesh every shard runs it on its own KV heads.
 
         Raises:
           ConfigError: a forced kernel can't take these shapes or dtypes.
         """
-        run: Callable[..., Array] = functools.partial(
+        run: Callable[..., Any] = functools.partial(
             function, implementation=self.implementation, interpret=self.interpret
         )
         if self.mesh is not None:
