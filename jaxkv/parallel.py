@@ -115,7 +115,9 @@ def split_replicas(mesh: Mesh) -> tuple[Mesh, ...]:
     """One mesh for each index of the axis "data", of the devices there."""
     devices, names = mesh.devices, mesh.axis_names
     devices = np.moveaxis(devices, names.index(DATA), 0) if DATA in names else devices[None]
-    return tuple(Mesh(group.reshape(-1), (MODEL,), axis_types=(AxisType.Auto,)) for group in devices)
+    return tuple(
+        Mesh(np.atleast_1d(group).reshape(-1), (MODEL,), axis_types=(AxisType.Auto,)) for group in devices
+    )
 
 
 def weight_shardings(params: Params, config: ModelConfig, mesh: Mesh) -> Any:

@@ -9,6 +9,7 @@ libtpu (`pip install "jax[tpu]"`), no TPU.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -49,7 +50,8 @@ def compile_step(topology: str, case: dict[str, Any]) -> dict[str, Any]:
     from pallas_kernels import compiling_for
 
     subject = next(s for s in SUBJECTS if s.name == case["subject"])
-    config, batch, size = subject.config, case["batch"], case["page_size"]
+    config = dataclasses.replace(subject.config, num_layers=case["layers"])
+    batch, size = case["batch"], case["page_size"]
     if topology == "cpu":
         devices = jax.devices()
     else:

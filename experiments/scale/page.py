@@ -15,7 +15,9 @@ from experiments.scale.routing import Routed, Traffic
 
 CONTEXT, PAGE_SIZE = 4096, 16
 PER_DEVICE = 4  # sequences, so that layouts of one machine do the same work
-KEPT_FIELDS = ("subject", "model", "batch", "context", "page_size")
+KEPT_FIELDS = ("subject", "model", "layers", "batch", "context", "page_size")
+# Layers are alike, so few of them show what a layer costs; one program is compiled whole.
+FEW_LAYERS, WHOLE = 4, ("v5e:2x4", "SmolLM2-135M")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +35,23 @@ class Row:
         return {
             "subject": self.subject.name,
             "model": self.layout.model,
+            "layers": self.layers,
             "batch": self.load.batch,
             "context": self.load.context,
             "page_size": PAGE_SIZE,
         }
+
+    @property
+    def layers(self) -> int:
+        """How many layers are compiled."""
+        every = self.subject.config.num_layers
+        return every if (self.machine.topology, self.subject.name) == WHOLE else min(every, FEW_LAYERS)
+
+    @property
+    def compiled_part(self) -> Subject:
+        """What is compiled, and nothing on paper."""
+        config = dataclasses.replace(self.subject.config, num_layers=self.layers)
+        return Subject(name=self.subject.name, config=config)
 
     @property
     def plan(self) -> Plan:
@@ -123,9 +138,10 @@ def _plans(every: list[Row]) -> list[str]:
 
 def _programs(programs: Mapping[str, Any]) -> list[str]:
     lines = [
-        "| topology | model | model axis | collectives: compiled | by formula | sent: compiled | by formula "
+        "| topology | model | layers | model axis | collectives: compiled | by formula "
+        "| sent: compiled | by formula "
         "| held: compiled | by formula | pages in place | temporary |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     seen = set()
     for row in rows():
@@ -141,9 +157,9 @@ def _programs(programs: Mapping[str, Any]) -> list[str]:
 def _program(row: Row, found: Mapping[str, Any]) -> str:
     from experiments.collectives import Collective
 
-    subject = dataclasses.replace(row.subject, paper_weights=0, paper_state=0, paper_reduces=0)
-    formula = plan(subject, row.layout, row.load)
-    start = f"| {row.machine.topology} | {row.subject.name} | {row.layout.model} "
+    formula = plan(row.compiled_part, row.layout, row.load)
+    layers = f"{row.layers} of {row.subject.config.num_layers}"
+    start = f"| {row.machine.topology} | {row.subject.name} | {layers} | {row.layout.model} "
     if "error" in found:
         return start + f"| not compiled: {found['error'][:120]} | | | | | | | |"
     compiled = [Collective(kind, nbytes) for kind, nbytes in found["collectives"]]
@@ -234,6 +250,7 @@ of the rings at 1 µs each, which is an assumption. Of Qwen3.6-27B the 16 layers
 compiles; the weights, states and all-reduces of its 48 recurrent layers are counted on paper and are part
 of these figures, as if they were split over heads and MLP like the others."""
 _COMPILED = """What XLA makes of `jaxkv`'s own decode step, with its Pallas kernels under `shard_map`, for
-TPU topologies that are not here: the collectives in the program, the bytes that it takes (weights, pages,
-tables), whether pages are written in place, and what it allocates beside them. Of Qwen3.6-27B the attention
-part alone, in both columns. H200s are not among them: their lines above are by formula alone."""
+TPU topologies that are not here: the collectives in the program, the bytes that a device takes (weights,
+pages, tables), whether pages are written in place, and what it allocates beside them. Both columns count
+the layers that were compiled, and of Qwen3.6-27B the attention part alone. H200s are not among them: their
+lines above are by formula alone."""

@@ -98,13 +98,16 @@ def plan(subject: Subject, layout: Layout, load: Load) -> Plan:
     )
 
 
-def expected(subject: Subject, size: int, batch: int) -> list[Collective]:
+def expected(subject: Subject, size: int, batch: int, dtype: Any = WEIGHT) -> list[Collective]:
     """The collectives of a decode step: one after each product over a split dimension, and the logits."""
     config = subject.config
     if size == 1:
         return []
     heads, mlp, vocab = (n % size == 0 for n in (config.num_kv_heads, config.mlp_dim, config.vocab_size))
     row = Collective("all-reduce", batch * config.embed_dim * 4)
-    reduces = config.num_layers * (heads + mlp) + subject.paper_reduces + vocab
-    gathers = [Collective("all-gather", batch * config.vocab_size * 4)] if vocab else []
-    return [row] * reduces + gathers
+    found = [row] * (config.num_layers * (heads + mlp) + subject.paper_reduces)
+    if vocab:  # an embedding has the weights' dtype, logits are float32
+        item = jnp.dtype(dtype).itemsize
+        found.append(Collective("all-reduce", batch * config.embed_dim * item))
+        found.append(Collective("all-gather", batch * config.vocab_size * 4))
+    return found

@@ -18,17 +18,14 @@ from jaxkv.parallel import parse_mesh
 
 def answers(engine: jaxkv.Engine) -> dict[str, object]:
     """What an engine answers, as plain values."""
-    first = engine.prefill(text(40))
-    edited = np.concatenate([text(40)[:10], text(40)[16:]])
-    policy = jaxkv.SCR(min_span=4, form="copy") | jaxkv.FirstK(2)
-    result = engine.edit(first.sequence, edited, policy)
-    pair = engine.generate_batch([first.sequence, result.sequence], max_tokens=6)
+    first = engine.prefill(text(32))
+    made = engine.generate(first.sequence, max_tokens=6)
     state = engine.read_kv(first.sequence)
     engine.check()
     return {
         "prefill": np.asarray(first.logits).tolist(),
-        "edited": np.asarray(result.logits).tolist(),
-        "tokens": [g.tokens.tolist() for g in pair],
+        "generated": np.asarray(made.sequence.logits).tolist(),
+        "tokens": made.tokens.tolist(),
         "keys": float(np.abs(state.keys).sum()),
     }
 
@@ -48,7 +45,7 @@ def main() -> None:
     engine.save_cache(Path(path) / "cache")
     other = engine_of(loaded, mesh)
     other.load_cache(Path(path) / "cache")
-    found["warm"] = other.prefill(text(40)).reuse.matched
+    found["warm"] = other.prefill(text(32)).reuse.matched
     processes.wait_for_all("they answered")
     (Path(path) / f"{place.index}.json").write_text(json.dumps(found))
     processes.leave()
