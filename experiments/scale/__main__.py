@@ -1,7 +1,7 @@
 """Writes docs/scale.md:
 
     python -m experiments.scale                            # plans, and what was compiled before
-    python -m experiments.scale --compile="v5e-8;v6e-8"      # compiles for these machines anew
+    python -m experiments.scale --compile="v5e-8;v6e-8"      # compiles what is not known yet
     python -m experiments.scale --simulate                 # simulates the routes anew
 
 Results of compilers and simulations are kept beside this file, so that the page can be made without them.
@@ -14,6 +14,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +33,24 @@ KEPT = Path(__file__).with_name("results.json")
 REPLICAS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def compile_for(machine: str, console: Console) -> dict[str, Any]:
-    """What the compiler says of every line of a machine."""
-    found: dict[str, Any] = {}
+def compile_for(machine: str, known: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the compiler says of every line of a machine that is not known yet, as it says it."""
     lines = [row for row in rows() if row.machine.name == machine and row.layout.model > 1]
     topology = lines[0].machine.topology
-    cases = [row.case for row in lines]
+    cases = [row.case for row in lines if key(topology, row.case) not in known]
+    if not cases:
+        return
+    told = 0
     command = [sys.executable, "-m", "experiments.scale.compiled", topology, json.dumps(cases)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):
                 case = json.loads(line)
-                found[key(topology, case)] = case
-                console.print(f"{machine}: {case['subject']} over {case['model']}", highlight=False)
-    if process.returncode or len(found) != len(cases):
+                told += 1
+                yield key(topology, case), case
+    if process.returncode or told != len(cases):
         raise SystemExit(f"error: {machine} could not be compiled for; is libtpu installed?")
-    return found
 
 
 def simulate_all(traffic: Traffic, console: Console) -> list[Routed]:
@@ -60,6 +62,10 @@ def simulate_all(traffic: Traffic, console: Console) -> list[Routed]:
         for count in REPLICAS:
             found += [simulate(traffic, count, route, advance=lambda: bar.advance(task)) for route in ROUTES]
     return found
+
+
+def _keep(kept: dict[str, Any]) -> None:
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -75,12 +81,14 @@ def main() -> None:
     for machine in [name for name in arguments.compile.split(";") if name]:
         if machine not in known:
             parser.error(f"--compile holds '{machine}', expected some of {'; '.join(known)}")
-        kept["programs"] |= compile_for(machine, console)
         kept["versions"] = f"jax {version('jax')}, libtpu {version('libtpu')}"
-        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+        for name, program in compile_for(machine, kept["programs"]):
+            kept["programs"][name] = program
+            _keep(kept)
+            console.print(f"Compiled {name}", highlight=False)
     if arguments.simulate:
         kept["routed"] = [dataclasses.asdict(routed) for routed in simulate_all(traffic, console)]
-        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+        _keep(kept)
     routed = [Routed(**values) for values in kept["routed"]]
     text = render(kept["programs"], routed, traffic, kept.get("versions", "not asked"))
     arguments.output.write_text(text, encoding="utf-8")

@@ -25,7 +25,7 @@ class Traffic:
     """How much there is to do, for each replica, and how fast one works."""
 
     requests: int = 60  # for each replica
-    load: float = 0.7  # of a replica's rate, when it finds nothing
+    load: float = 2.0  # of a replica's rate, if it found nothing
     rate: float = 4000.0  # prompt tokens a second
     num_pages: int = 1024
     page_size: int = 16
@@ -96,7 +96,8 @@ def simulate(
     for number, request in enumerate(trace):
         now = request.arrival * interval
         root, tokens = roots(request.tenant), request.tokens
-        matched = [node.cached(root, tokens) for node in nodes]
+        blind = route in ("round_robin", "random")
+        matched = [0 if blind else node.cached(root, tokens) for node in nodes]
         work = [max(int((node.free_at - now) * traffic.rate), 0) for node in nodes]
         chosen = choose(route, matched, work, len(tokens), number=number, seed=traffic.seed)
         hit, start = nodes[chosen].serve(root, tokens, now, traffic.rate)

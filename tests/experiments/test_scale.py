@@ -34,7 +34,8 @@ def test_shares_of_a_device() -> None:
     assert plan(LLAMA3_8B, Layout(data=1, model=16), Load(batch=8, context=4096)).kv == whole.kv
     assert len(eighth.collectives) == 2 * 32 + 1 + 1
     reduced, gathered = 8 * 4096 * 4, 8 * 128_256 * 4
-    sent = 65 * 2 * 7 / 8 * reduced + 7 / 8 * gathered
+    # The embedding's rows are bfloat16, sums of products float32.
+    sent = 64.5 * 2 * 7 / 8 * reduced + 7 / 8 * gathered
     assert eighth.link_bytes(Layout(data=1, model=8)) == pytest.approx(sent)
     machine = MACHINES[0]
     assert eighth.link_seconds(machine, Layout(data=1, model=8)) == pytest.approx(sent / 100e9)
@@ -52,10 +53,11 @@ def test_a_ring_over_two_hosts_is_as_slow_as_its_slowest_link() -> None:
 
 
 def test_routes_differ_as_they_should() -> None:
-    traffic = Traffic(requests=40, num_pages=256, systems=8, templates=4)
+    traffic = Traffic(requests=60, num_pages=256, systems=8, templates=4)
     found = {route: simulate(traffic, 4, route) for route in ROUTES}
-    assert found["longest_match"].hit_rate > found["random"].hit_rate + 0.05
-    assert found["least_work"].hit_rate > found["random"].hit_rate + 0.05
+    assert found["longest_match"].hit_rate > found["random"].hit_rate + 0.2
+    assert found["least_work"].hit_rate > found["random"].hit_rate + 0.2
+    assert found["round_robin"].wait_mean > 5 * found["longest_match"].wait_mean
     assert found["least_work"].imbalance < found["longest_match"].imbalance
     assert all(0 <= r.hit_rate <= 1 <= r.imbalance and r.wait_mean <= r.wait_p95 for r in found.values())
     alone = {simulate(traffic, 1, route).hit_rate for route in ROUTES}

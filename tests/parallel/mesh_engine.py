@@ -138,7 +138,7 @@ def test_a_cache_goes_to_the_host_and_back(tmp_path: Any) -> None:
     require_shards(other, mesh_of(2), kv_heads=2)
 
 
-@pytest.mark.parametrize("kv_heads", [2, 3])
+@pytest.mark.parametrize("kv_heads", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_kernels_run_on_each_shard(kv_heads: int) -> None:
     """Append and decode, interpreted, against their definitions; three heads are whole on both devices."""
     rng, mesh = np.random.default_rng(kv_heads), mesh_of(2)
