@@ -166,9 +166,10 @@ class Memory:
             self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
             self.index = self._make_index()
             if self.residency is not None:
-                fresh = self._make_residency(self.pool.num_pages, self.pool.page_size)
-                self.resumes = [fresh if each is self.residency else each for each in self.resumes]
-                self.residency = fresh
+                self.resumes.remove(self.residency)
+                self.residency = self._make_residency(self.pool.num_pages, self.pool.page_size)
+                assert self.residency is not None
+                self.resumes.append(self.residency)
             self.pages = self._make_pages()
         elif self.interrupted:
             # It may have struck between an array operation and its note: only the sequences that were
