@@ -14,6 +14,7 @@ from jaxkv.core import EngineCore, interruptible
 from jaxkv.errors import ConfigError, HandleError
 from jaxkv.persistence import CacheLoaded, CacheSaved, load, save
 from jaxkv.results import Reuse
+from jaxkv.windows import refuse_bound
 
 
 class CacheControl(EngineCore):
@@ -110,6 +111,7 @@ class CacheControl(EngineCore):
           OSError: it cannot be written.
         """
         self._memory.begin()
+        refuse_bound(self._memory, "a saved cache")
         return save(self._memory, self._contract, path)
 
     @interruptible
@@ -123,4 +125,5 @@ class CacheControl(EngineCore):
           ContractError: saved under another contract; names the first field that differs.
         """
         self._memory.begin()
+        refuse_bound(self._memory, "a saved cache")
         return load(self._memory, self._contract, path)

@@ -10,12 +10,12 @@ import numpy as np
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, HI, LO, concatenate, ends, slots_of, starts
 from jaxkv.cache.table import BLOCK_SLOTS, StepInput, bucket
 from jaxkv.memory import Memory
-from jaxkv.model.config import ModelConfig
 from jaxkv.model.params import Params
 from jaxkv.model.transformer import StepOutput
 from jaxkv.schedule import Placement, coalesce, delta_of, for_shape, make_table, step_input, step_sizes
 from jaxkv.steps import Moves, Pages, relocate, run_step
 from jaxkv.typing import Array, Int32
+from jaxkv.windows import group_inputs, refuse_bound
 
 MOVE_SLOTS = 1024  # slots of one relocation step: bounds its temporaries
 SCATTERED = 4  # rows a page's worth of moved tokens may take, beyond a block, before they are copied together
@@ -58,7 +58,6 @@ def compute(
     write: bool = True,
     logits: str = "last",
     capture: bool = False,
-    config: ModelConfig | None = None,
 ) -> Computed:
     """Computes `tokens` at `positions` (ascending) over what is already there.
 
@@ -66,7 +65,7 @@ def compute(
 
     Args:
       memory: gives slots and holds the pages.
-      params: weights.
+      params: weights; of the first layers only, to stop behind them.
       segments: i32[W, 4] as born; new tokens are appended behind them where there is room.
       attended: i32[W', 4] that attention reads.
       tokens, positions: i32[f].
@@ -75,12 +74,10 @@ def compute(
       chunk_size: tokens of a step.
       write: False only reads: the tokens' KV is there already.
       logits, capture: as in `forward_step`.
-      config: that of `params`, if they are the first layers only; the memory's when None.
 
     Raises:
       CapacityError: not enough pages.
     """
-    config = memory.config if config is None else config
     drop = memory.pool.num_slots
     if write:
         placement = memory.place(segments, positions)
@@ -91,7 +88,13 @@ def compute(
 
     def one(pages: Pages, step: StepInput) -> tuple[Pages, StepOutput]:
         out = run_step(
-            params, pages, step, config=config, logits=logits, capture=capture, backend=memory.backend
+            params,
+            pages,
+            step,
+            config=memory.config,
+            logits=logits,
+            capture=capture,
+            backend=memory.backend,
         )
         # The pages belong to the memory alone: the next step takes them.
         return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
@@ -99,15 +102,30 @@ def compute(
     outputs: list[tuple[StepOutput, int]] = []
     shapes: set[tuple[Any, ...]] = set()
     try:
-        table = make_table(memory.pool, [(extended(attended, placement), rotate)], max_deltas)
+        rows = [(extended(attended, placement), rotate)]
+        table = make_table(memory.pool, rows, max_deltas)
         done = 0
         for count, shape in step_sizes(len(positions), chunk_size):
             part = slice(done, done + count)
             fitting = for_shape(table, shape, max_deltas)
-            step = step_input(tokens[part], positions[part], slots[part], shape, fitting, drop=drop)
+            step = step_input(
+                tokens[part],
+                positions[part],
+                slots[part],
+                shape,
+                fitting,
+                drop=drop,
+            )
+            shared = step.groups[0]
+            groups = group_inputs(
+                memory, shared.slots, shared.table, rows, [positions[part]], max_deltas=max_deltas
+            )
+            step = step.replace(groups=groups)  # type: ignore[attr-defined]
             out = memory.run(one, step)
             outputs.append((out, count))
             shapes.add(("step", shape, *table.page.shape, fitting.deltas.shape[1], logits, capture))
+            if groups[-1] is not shared:
+                shapes.add(("local", shape, *groups[-1].table.page.shape, groups[-1].table.deltas.shape[1]))
             done += count
         memory.wait([out.logits for out, _ in outputs])
     except BaseException:
@@ -148,10 +166,11 @@ def materialize(memory: Memory, segments: Int32) -> Materialized:
 
 def move_slots(memory: Memory, source: Int32, target: Int32, delta: Int32) -> None:
     """Copies slots, keys rotated by `delta`, i32[n] each, in steps that bound the temporaries."""
+    refuse_bound(memory, "copying KV between slots")
     drop = memory.pool.num_slots
 
     def move(pages: Pages, moves: Moves) -> tuple[Pages, None]:
-        return relocate(pages, (moves,), config=memory.config, backend=memory.backend), None
+        return relocate(pages, (moves,) * len(pages), config=memory.config, backend=memory.backend), None
 
     for start in range(0, len(source), MOVE_SLOTS):
         part = slice(start, start + MOVE_SLOTS)

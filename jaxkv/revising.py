@@ -19,6 +19,7 @@ from jaxkv.reuse.diff import Span
 from jaxkv.reuse.estimate import Calibration, Estimate, Signals, load_calibration
 from jaxkv.reuse.plan import plan_heal
 from jaxkv.signals import read_signals
+from jaxkv.windows import resumer
 
 
 class Revising(EngineCore):
@@ -39,7 +40,7 @@ class Revising(EngineCore):
         started = time.perf_counter()
         self._require_live(sequence)
         count = check_count("tokens", tokens)
-        work = plan_heal(sequence, count, grid=self._grid)
+        work = plan_heal(sequence, count, grid=self._grid, resume=resumer(self._memory, sequence))
         done = heal(
             self._memory,
             self._params,

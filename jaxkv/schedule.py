@@ -208,7 +208,7 @@ def step_input(
     *,
     drop: int,
 ) -> StepInput:
-    """One row's step, padded to `shape` tokens; `drop` is the slot id that drops a write."""
+    """One row's step, padded to `shape` tokens, of one layer group; slot id `drop` drops a write."""
     count = len(positions)
     padded = np.zeros((3, 1, shape), np.int32)
     padded[0, 0, :count] = tokens

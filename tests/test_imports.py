@@ -22,6 +22,7 @@ FLOORS = (
         "memory",
         "results",
         "schedule",
+        "windows",
         "readback",
         "execute",
         "generation",

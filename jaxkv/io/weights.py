@@ -60,6 +60,7 @@ def build_params(
     dtype: str,
     where: str,
     ignored: Callable[[str], bool] = lambda _: False,
+    norm_offset: float = 0.0,
     progress: Progress | None = None,
 ) -> Params:
     """Reads all weights of a model.
@@ -70,9 +71,10 @@ def build_params(
       names: part -> tensor name, a family's `hf_tensors` or `gguf_tensors`.
       interleaved: q and k rows of a head are stored as rotation pairs (0, H/2, 1, H/2 + 1, ...);
         they are permuted to the half-split order 0..H-1 that jaxkv rotates.
-      dtype: "float32" or "bfloat16"; norm weights stay float32.
+      dtype: "float32" or "bfloat16"; norm weights and biases stay float32.
       where: names the file in errors.
       ignored: true for tensors that may be present and are not read.
+      norm_offset: what the file leaves out of norm weights; added, so that `Params` has the factors.
       progress: called after each part.
 
     Raises:
@@ -96,7 +98,17 @@ def build_params(
             raise FormatError(
                 f"{where}: tensor '{name}' has shape {list(source.shape)}, expected {list(expected)}"
             )
-    reader = _Reader(config, tensors, names, dtype_of(dtype), where, interleaved, len(wanted), progress)
+    reader = _Reader(
+        config,
+        tensors,
+        names,
+        dtype_of(dtype),
+        where,
+        interleaved,
+        norm_offset,
+        len(wanted),
+        progress,
+    )
     return Params(
         embed=reader.table("embed"),
         layers=tuple(reader.layer(i) for i in range(config.num_layers)),
@@ -114,16 +126,13 @@ class _Reader:
         dtype: np.dtype[Any],
         where: str,
         interleaved: bool,
+        norm_offset: float,
         total: int,
         progress: Progress | None,
     ) -> None:
         self.config, self.tensors, self.names, self.dtype = config, tensors, names, dtype
-        self.where, self.interleaved, self.total, self.progress = (
-            where,
-            interleaved,
-            total,
-            progress,
-        )
+        self.where, self.interleaved, self.norm_offset = where, interleaved, np.float32(norm_offset)
+        self.total, self.progress = total, progress
         self.done = 0
 
     def fill(self, part: str, layer: int | None, put: Callable[[int, int, Any], None], step: int) -> None:
@@ -142,10 +151,22 @@ class _Reader:
         if self.progress:
             self.progress("convert", self.done, self.total)
 
-    def norm(self, part: str, layer: int | None) -> jax.Array:
-        out = np.empty(self.config.embed_dim, np.float32)
+    def vector(self, part: str, layer: int | None) -> Float32:
+        out = np.empty(part_shape(part, self.config), np.float32)
         self.fill(part, layer, lambda lo, hi, rows: out.__setitem__(slice(lo, hi), rows), 1)
-        return jax.device_put(out)
+        return out
+
+    def norm(self, part: str, layer: int | None) -> jax.Array:
+        weight = self.vector(part, layer)
+        return jax.device_put(weight + self.norm_offset if self.norm_offset else weight)
+
+    def bias(self, layer: int) -> jax.Array:
+        """Biases of queries, keys and values as f32[K, G+2, H]."""
+        c = self.config
+        parts = [self.vector(part, layer) for part in ("q_bias", "k_bias", "v_bias")]
+        return jax.device_put(
+            np.concatenate([part.reshape(c.num_kv_heads, -1, c.head_dim) for part in parts], axis=1)
+        )
 
     def table(self, part: str) -> jax.Array:
         out = np.empty(part_shape(part, self.config), self.dtype)
@@ -194,4 +215,9 @@ class _Reader:
             mlp_norm=self.norm("mlp_norm", i),
             gate_up=jax.device_put(gate_up),
             down=jax.device_put(down),
+            qkv_bias=self.bias(i) if c.qkv_bias else None,
+            q_norm=self.norm("q_norm", i) if c.qk_norm else None,
+            k_norm=self.norm("k_norm", i) if c.qk_norm else None,
+            post_attn_norm=self.norm("post_attn_norm", i) if c.post_norms else None,
+            post_mlp_norm=self.norm("post_mlp_norm", i) if c.post_norms else None,
         )
