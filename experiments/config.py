@@ -87,6 +87,7 @@ class ExperimentConfig:
     add_bos: bool = False  # start each context with the tokenizer's BOS token
     turns: int = 6  # edits of an agent_loop conversation
     moves: tuple[int, ...] = (256,)  # consecutive edits of a drift case
+    places: int = 1  # drift: places that the edits take in turn; each is a distance at which something stands
     items: int = 12  # recall and residue: items at each distance
     distances: tuple[int, ...] = (0, 250, 1000)  # recall and residue: tokens from a fact to its dependent
     kv_dtypes: tuple[str, ...] = ("model",)  # drift: dtypes of the pages; "model" is the model's own
@@ -188,6 +189,7 @@ _LEAST = {
     "heal_steps": 0,
     "turns": 1,
     "moves": 1,
+    "places": 1,
     "items": 1,
     "distances": 0,
 }

@@ -25,9 +25,10 @@ CAPTIONS = {
     "close to it have lost most of the past that they attended.",
     "error_by_layer": "Staleness by layer, mean over cases. K and V behind the first seam; "
     "attention outputs of the continuation.",
-    "steps": "Consecutive edits, mean over cases, a line a policy (and dtype of the pages where there are "
-    "several). Keys are compared with what they were when they were computed: the view never rewrites "
-    "them. A hollow mark is 0.",
+    "steps": "Error and cost of consecutive edits, mean over cases, a line a policy (and dtype of the pages "
+    "where there are several). Keys are compared with what they were when they were computed: a view does "
+    "not rewrite them until they stand at too many distances; then they are copied, from as they were born. "
+    "A hollow mark is 0.",
     "healing": "Eventually exact: stale tokens are recomputed from left to right, KL on the way; the last "
     "point is an exact sequence.",
     "recovery": "Items that exact answers right and the model alone does not. 1 is the margin of exact, 0 "
@@ -79,6 +80,7 @@ def render(template: str, **values: Any) -> str:
         plain=lambda x: "–" if math.isnan(x) else f"{x:.3g}",
         known=lambda rows, name: any(not math.isnan(getattr(r, name)) for r in rows),
         relative=relative,
+        isnan=math.isnan,
         flops=lambda x: f"{x:.2e}",
     )
     return environment.get_template(template).render(**values)

@@ -153,11 +153,12 @@ def error_by_layer(summary: Summary, style: Style) -> Figure | None:
 
 
 def steps(summary: Summary, style: Style) -> Figure | None:
-    """What consecutive edits add up to: KL, and how far keys are from what they were at birth."""
+    """What consecutive edits add up to: error (KL, keys against birth) and cost (KV copied, time)."""
     titles = {
         "kl": "KL, nats per token",
         "key_change": "‖K − K at birth‖ / ‖K at birth‖, un-rotated",
         "kv_bytes_moved": "KV copied by an edit, bytes",
+        "ms": "from the edit to the first token, ms",
     }
     shown = {key: summary.by_step.get(key, {}) for key in titles}
     shown = {
