@@ -27,7 +27,7 @@ from experiments.adaptation.edits import Shape
 from experiments.adaptation.forward import require_plain
 from experiments.adaptation.judge import held_out_edits, judge
 from experiments.adaptation.lora import init_lora, load_tree, merged_model, save_tree
-from experiments.adaptation.training import State, init_state, make_optimizer, make_step
+from experiments.adaptation.training import Recipe, State, init_state, make_step
 from experiments.fields import begin, refuse_other
 from experiments.records import RunDirectory
 from experiments.report.adapt import write_adapt_report
@@ -152,27 +152,16 @@ def _train(
     shape: Shape,
     bar: Progress,
 ) -> State:
-    optimizer = make_optimizer(
-        learning_rate=config.learning_rate,
-        warmup=config.warmup,
-        steps=config.steps,
-        clip=config.clip,
-        weight_decay=config.weight_decay,
-    )
-    state = init_state(init_lora(model.config, config.rank, config.seed), optimizer)
+    names = [field.name for field in dataclasses.fields(Recipe)]
+    recipe = Recipe(**{name: getattr(config, name) for name in names})
+    state = init_state(init_lora(model.config, config.rank, config.seed), recipe)
     saved = _latest(directory.path)
     if saved is not None:
         # Copies: a step donates its state, and Orbax may still look at what it read.
         state = cast(State, jax.tree.map(jnp.array, load_tree(saved, state)))
     start = int(state.step)
     task = bar.add_task("Training", total=config.steps, completed=start)
-    step = make_step(
-        model.config,
-        optimizer,
-        scale=config.scale,
-        plain_weight=config.plain_weight,
-        remat=config.remat,
-    )
+    step = make_step(model.config, recipe)
     for number in range(start + 1, config.steps + 1):
         began = time.perf_counter()
         rng = np.random.default_rng([config.seed, 5, number])

@@ -54,15 +54,25 @@ class Shape:
 
     @classmethod
     def of(cls, draw: Draw, policy: Policy) -> Shape:
-        """What any edit that `draw` allows needs under `policy`, on text without repetitions."""
+        """What any edit that `draw` allows needs under `policy`, on text without repetitions.
+
+        Raises:
+          ConfigError: the policy can't be trained, or keeps nothing that could be stale.
+        """
         context, continuation, largest = draw.context, draw.continuation, max(draw.sizes)
         text = np.arange(context + continuation + largest, dtype=np.int32)
-        rows = max(
-            int((sources(draw.edit(kind, position, size, text, 0, context + continuation), policy) < 0).sum())
+        found = [
+            sources(draw.edit(kind, position, size, text, 0, context + continuation), policy)
             for kind in draw.kinds
             for position in draw.positions
             for size in draw.sizes
-        )
+        ]
+        if not any((source[np.argmax(source < 0) :] >= 0).any() for source in found):
+            raise ConfigError(
+                f"policy '{policy}' keeps nothing behind any edit of {context} tokens, expected a smaller "
+                "min_span or a longer config.context"
+            )
+        rows = max(int((source < 0).sum()) for source in found)
         new = context + largest + continuation
         return cls(old=context, new=new, rows=min(rows + continuation - 1, new), answers=continuation)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,35 +47,43 @@ def divergences(exact: Array, reused: Array, targets: Array) -> tuple[Array, Arr
     return kl, nll
 
 
-def make_optimizer(
-    *, learning_rate: float, warmup: int, steps: int, clip: float, weight_decay: float
-) -> optax.GradientTransformation:
-    """AdamW under a clipped global norm; the rate rises linearly, then falls as a cosine to a tenth."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=learning_rate,
-        warmup_steps=warmup,
-        decay_steps=max(steps, warmup + 1),
-        end_value=0.1 * learning_rate,
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(clip),
-        optax.adamw(schedule, b2=0.99, weight_decay=weight_decay),
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Numbers that a compiled step depends on."""
+
+    learning_rate: float
+    warmup: int
+    steps: int
+    clip: float  # global norm of the gradients
+    weight_decay: float
+    scale: float  # of the deltas
+    plain_weight: float
+    remat: bool
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW under a clipped global norm; the rate rises linearly, then falls as a cosine to a tenth."""
+        schedule = optax.warmup_cosine_decay_schedule(
+            init_value=0.0,
+            peak_value=self.learning_rate,
+            warmup_steps=self.warmup,
+            decay_steps=max(self.steps, self.warmup + 1),
+            end_value=0.1 * self.learning_rate,
+        )
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip),
+            optax.adamw(schedule, b2=0.99, weight_decay=self.weight_decay),
+        )
 
 
-def init_state(lora: Lora, optimizer: optax.GradientTransformation) -> State:
+def init_state(lora: Lora, recipe: Recipe) -> State:
     """Before the first step."""
-    return State(step=jnp.zeros((), jnp.int32), lora=lora, optimizer=optimizer.init(lora))
+    return State(step=jnp.zeros((), jnp.int32), lora=lora, optimizer=recipe.optimizer.init(lora))
 
 
+@functools.lru_cache(maxsize=4)
 def make_step(
-    config: ModelConfig,
-    optimizer: optax.GradientTransformation,
-    *,
-    scale: float,
-    plain_weight: float,
-    remat: bool,
+    config: ModelConfig, recipe: Recipe
 ) -> Callable[[State, Params, EditBatch], tuple[State, Losses]]:
     """A compiled step: `step(state, params, batch)` returns the next state and the losses before it.
 
@@ -82,18 +91,20 @@ def make_step(
     of the adapted weights, and gradients pass through the stale keys and values as well: that is where
     tolerance is learned.
     """
+    optimizer = recipe.optimizer
 
     def loss(lora: Lora, params: Params, batch: EditBatch) -> tuple[Array, Losses]:
-        exact, reused = answers(merge(params, lora, scale), batch, config=config, remat=remat)
+        exact, reused = answers(merge(params, lora, recipe.scale), batch, config=config, remat=recipe.remat)
         kl, nll = divergences(exact, reused, batch.targets)
-        total = kl + jnp.float32(plain_weight) * nll
+        total = kl + jnp.float32(recipe.plain_weight) * nll
         return total, Losses(total=total, kl=kl, nll=nll)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: State, params: Params, batch: EditBatch) -> tuple[State, Losses]:
         gradients, losses = jax.grad(loss, has_aux=True)(state.lora, params, batch)
-        updates, moments = optimizer.update(gradients, state.optimizer, state.lora)
-        lora = optax.apply_updates(state.lora, updates)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts
+            updates, moments = optimizer.update(gradients, state.optimizer, state.lora)
+            lora = optax.apply_updates(state.lora, updates)
         return State(step=state.step + 1, lora=lora, optimizer=moments), losses
 
     return step

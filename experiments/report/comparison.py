@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from rich.console import Console
 
 from experiments.compare import Comparison, Difference
@@ -39,11 +40,7 @@ def write_comparison(directory: RunDirectory, comparison: Comparison, console: C
         "tables.html",
         heading=("compare", " against ".join(_labels(comparison)), base.document["created"][:10]),
         answer=sentence,
-        setting=[
-            (f"{run.label}: {term}", text)
-            for run in comparison.runs
-            for term, text in setting_of(run.document)
-        ],
+        setting=_setting(comparison),
         note=f"Every difference is paired: the same case under the same policy, minus its figure in "
         f"'{base.label}'. Intervals are 95% bootstrap intervals over cases, each for itself: of twenty "
         "policies that changed nothing, one is expected to look changed.",
@@ -52,6 +49,17 @@ def write_comparison(directory: RunDirectory, comparison: Comparison, console: C
     )
     directory.write("compare.html", page)
     print_tables(sentence, tables, directory.path / "compare.html", console)
+
+
+def _setting(comparison: Comparison) -> list[tuple[str, str]]:
+    """That of the first run, and of the others what differs from it."""
+    first = setting_of(comparison.runs[0].document)
+    rows = [(f"{comparison.runs[0].label}: {term}", text) for term, text in first]
+    for run in comparison.runs[1:]:
+        rows += [
+            (f"{run.label}: {t}", text) for t, text in setting_of(run.document) if (t, text) not in first
+        ]
+    return rows
 
 
 def answer(comparison: Comparison) -> str:
@@ -108,6 +116,8 @@ def levels(comparison: Comparison) -> Figure:
         axes.axvline(noise, color=INK, ls=(0, (4, 3)), lw=0.9, alpha=0.7)
     axes.set_xscale("log")
     few_ticks(axes)
+    axes.xaxis.set_major_locator(LogLocator(numticks=6))
+    axes.tick_params(axis="x", labelsize=7.5)
     _name_rows(axes, list(reversed(policies)))
     axes.set_xlabel("mean KL(exact‖policy), nats per token")
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}

@@ -21,21 +21,31 @@ from experiments.adapt_config import defaults
 from experiments.adaptation.edits import KINDS, Draw, Shape, make_batch, sources
 from experiments.adaptation.forward import answers
 from experiments.adaptation.lora import init_lora, lora_digest, merge, merged_model
-from experiments.adaptation.training import divergences, init_state, make_optimizer, make_step
+from experiments.adaptation.training import Recipe, divergences, init_state, make_step
 from jaxkv import SCR, FirstK, Sinks
 from jaxkv.errors import ConfigError
 
 Text = Callable[..., np.ndarray]
 DRAW = Draw(context=60, continuation=9, kinds=KINDS, positions=(0.0, 0.4), sizes=(5, 11))
 POLICIES = (SCR(min_span=8, tail=4), SCR(form="copy", min_span=8, tail=2) | FirstK(3) | Sinks(2))
+ROOM = Shape(old=60, new=80, rows=80, answers=9)  # one compiled form for all policies
+RECIPE = Recipe(
+    learning_rate=5e-3,
+    warmup=1,
+    steps=30,
+    clip=1.0,
+    weight_decay=0.0,
+    scale=2.0,
+    plain_weight=0.1,
+    remat=True,
+)
 
 
-def every_edit(tokens: np.ndarray) -> list[Any]:
+def some_edits(tokens: np.ndarray) -> list[Any]:
+    """Every kind at the head and behind it."""
     return [
-        DRAW.edit(kind, position, size, tokens, at=3 * i, borrow=200 + 7 * i)
-        for i, (kind, position, size) in enumerate(
-            (k, p, s) for k in KINDS for p in DRAW.positions for s in DRAW.sizes
-        )
+        DRAW.edit(kind, position, DRAW.sizes[i % 2], tokens, at=3 * i, borrow=200 + 7 * i)
+        for i, (kind, position) in enumerate((k, p) for k in KINDS for p in DRAW.positions)
     ]
 
 
@@ -48,8 +58,8 @@ def compiled(model: jaxkv.Model) -> Any:
 def test_both_states_are_those_of_the_engine_and_of_float64(
     model: jaxkv.Model, decoder: Decoder, engine: jaxkv.Engine, text: Text, compiled: Any, policy: Any
 ) -> None:
-    edits = every_edit(text(400))
-    batch = make_batch(edits, policy, Shape.of(DRAW, policy))
+    edits = some_edits(text(400))
+    batch = make_batch(edits, policy, ROOM)
     exact, reused = (np.asarray(x) for x in compiled(model.params, batch))
     judge = Judge(decoder)
     for i, edit in enumerate(edits):
@@ -67,38 +77,36 @@ def test_both_states_are_those_of_the_engine_and_of_float64(
     assert np.abs(reused - exact).max() > 100 * ATOL, "the two states differ"
 
 
-def test_recomputing_everything_is_exact_and_remat_changes_nothing(
-    model: jaxkv.Model, text: Text, compiled: Any
-) -> None:
-    policy = SCR(min_span=8, tail=200)
-    batch = make_batch(every_edit(text(400)), policy, Shape.of(DRAW, policy))
+def test_recomputing_everything_is_exact(model: jaxkv.Model, text: Text, compiled: Any) -> None:
+    batch = make_batch(some_edits(text(400)), SCR(min_span=8, tail=200), ROOM)
     exact, reused = compiled(model.params, batch)
     np.testing.assert_allclose(reused, exact, atol=ATOL)
-    again = jax.jit(lambda p, b: answers(p, b, config=model.config, remat=True))(model.params, batch)
-    np.testing.assert_allclose(again[1], reused, atol=ATOL)
 
 
-def test_gradients_pass_through_the_stale_state(model: jaxkv.Model, text: Text) -> None:
+def test_gradients_pass_through_the_stale_state(model: jaxkv.Model, text: Text, compiled: Any) -> None:
     """Against central differences: a gradient stopped at the kept K and V would fail."""
-    policy = POLICIES[0]
-    batch = make_batch(every_edit(text(400))[:4], policy, Shape.of(DRAW, policy))
+    batch = make_batch(some_edits(text(400)), POLICIES[0], ROOM)
     rng = np.random.default_rng(0)
     lora = jax.tree.map(
         lambda x: jnp.asarray(0.1 * rng.standard_normal(x.shape), jnp.float32), init_lora(model.config, 2, 0)
     )
     # Against fixed exact answers, so that only the reused ones move.
-    fixed, _ = answers(model.params, batch, config=model.config)
+    fixed, _ = compiled(model.params, batch)
 
+    @jax.jit
+    @jax.value_and_grad
     def kl(lora: Any) -> jax.Array:
-        _, reused = answers(merge(model.params, lora, 1.0), batch, config=model.config)
+        _, reused = answers(merge(model.params, lora, 1.0), batch, config=model.config, remat=True)
         return divergences(fixed, reused, batch.targets)[0]
 
-    value, gradient = jax.jit(jax.value_and_grad(kl))(lora)
+    value, gradient = kl(lora)
     assert value > 0
     direction = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32), lora)
     slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g * d).sum(), gradient, direction)))
-    run, step = jax.jit(kl), 1e-3
-    ends = [run(jax.tree.map(lambda x, d, s=sign: x + s * step * d, lora, direction)) for sign in (1.0, -1.0)]
+    step = 1e-3
+    ends = [
+        kl(jax.tree.map(lambda x, d, s=sign: x + s * step * d, lora, direction))[0] for sign in (1.0, -1.0)
+    ]
     assert slope == pytest.approx((float(ends[0]) - float(ends[1])) / (2 * step), rel=0.03)
 
 
@@ -115,14 +123,14 @@ def test_the_divergence_of_a_batch_is_that_of_the_library() -> None:
 
 
 def test_steps_lower_the_divergence_and_leave_zero_deltas_alone(model: jaxkv.Model, text: Text) -> None:
-    policy = POLICIES[0]
-    batch = make_batch(every_edit(text(400))[:4], policy, Shape.of(DRAW, policy))
-    optimizer = make_optimizer(learning_rate=5e-3, warmup=1, steps=30, clip=1.0, weight_decay=0.0)
-    state = init_state(init_lora(model.config, 4, 0), optimizer)
+    shape = Shape.of(DRAW, POLICIES[0])
+    assert shape.rows < shape.new - 9, "most of what is kept is not computed"
+    batch = make_batch(some_edits(text(400))[:4], POLICIES[0], shape)
+    state = init_state(init_lora(model.config, 4, 0), RECIPE)
     untouched = merge(model.params, state.lora, 2.0)
     for a, b in zip(jax.tree.leaves(untouched), jax.tree.leaves(model.params), strict=True):
         np.testing.assert_array_equal(a, b)
-    step = make_step(model.config, optimizer, scale=2.0, plain_weight=0.1, remat=False)
+    step = make_step(model.config, RECIPE)
     losses = []
     for _ in range(25):
         state, found = step(state, model.params, batch)
@@ -167,10 +175,16 @@ def weights(path: Path) -> dict[str, bytes]:
     return {jax.tree_util.keystr(k): np.asarray(v).tobytes() for k, v in jax.tree.leaves_with_path(tree)}
 
 
-def test_a_run_reports_and_an_interrupted_one_ends_with_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that nobody interrupted."""
+    path: Path = tmp_path_factory.mktemp("adapt") / "a"
+    return small(path, export=True)
+
+
+def test_a_run_judges_before_and_after_and_writes_what_can_be_served(
+    whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = small(tmp_path / "a", export=True)
     records = lines(whole.path)
     assert (whole.finished, whole.failed) == (9, 0)
     before, after = records["held-0", "before"], records["held-0", "after"]
@@ -186,6 +200,14 @@ def test_a_run_reports_and_an_interrupted_one_ends_with_the_same_weights(
     )
     assert [p.name for p in (whole.path / "checkpoints").iterdir()] == ["step-000005"]
 
+    monkeypatch.setattr(adapt, "load_subject", lambda _: pytest.fail("the model was loaded again"))
+    assert small(whole.path, export=True).finished == 9
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_ends_with_the_same_weights(
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen = 0
     save = adapt.RunDirectory.append
 
@@ -199,22 +221,25 @@ def test_a_run_reports_and_an_interrupted_one_ends_with_the_same_weights(
     with monkeypatch.context() as patch:
         patch.setattr(adapt.RunDirectory, "append", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            small(tmp_path / "b", export=True)
+            small(tmp_path / "b")
     assert "run the same command to resume" in capsys.readouterr().err
     assert [p.name for p in (tmp_path / "b" / "checkpoints").iterdir()] == ["step-000002"]
-    small(tmp_path / "b", export=True)
-    assert weights(tmp_path / "b") == weights(tmp_path / "a")
-    again = lines(tmp_path / "b")
-    assert again["held-1", "after"]["divergence"] == records["held-1", "after"]["divergence"]
-    monkeypatch.setattr(adapt, "load_subject", lambda _: pytest.fail("the model was loaded again"))
-    assert small(tmp_path / "b", export=True).finished == 9
+    small(tmp_path / "b")
+    assert weights(tmp_path / "b") == weights(whole.path)
+    for key, record in lines(whole.path).items():
+        again = lines(tmp_path / "b")[key]
+        assert {**again, "seconds": 0} == {**record, "seconds": 0}
 
 
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"policy": "top_deviation(0.15,1)"}, "asks the device or appends text, expected SCR"),
-        ({"policy": "drop"}, "is a control, expected SCR and plain repairs"),
+        (
+            {"policy": "scr(min_span=8)|top_deviation(0.15,1)"},
+            "asks the device or appends text, expected SCR",
+        ),
+        ({"policy": "scr"}, r"policy 'scr' keeps nothing behind any edit of 48 tokens"),
+        ({"policy": "no_rotation(min_span=8)"}, "is a control, expected SCR and plain repairs"),
         ({"sizes": (200,)}, r"config\.sizes holds 200, expected fewer than the 48 tokens"),
         ({"warmup": 5}, r"config\.warmup is 5, expected fewer than config\.steps, 5"),
         ({"edits": "reorder"}, r"config\.edits holds 'reorder', expected one of delete, insert, replace"),
