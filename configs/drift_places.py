@@ -24,7 +24,7 @@ def get_config() -> ml_collections.ConfigDict:
         documents=1,
         moves=(64,),
         places=12,
-        kv_dtypes=("float32", "bfloat16"),
+        kv_dtype=("float32", "bfloat16", "int8"),
         policies=("exact", "scr", "scr(form=copy)", "scr(form=composed)"),
         noise_every=1,
         layers_every=0,

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache.contract import CacheContract, describe
 from jaxkv.cache.domain import Domain, as_domain
+from jaxkv.cache.dtypes import check_dtype, kv_token_bytes, scale_format
 from jaxkv.cache.eviction import LRU, EvictionPolicy, check_policy
 from jaxkv.cache.match import Cause, MatchEnd
-from jaxkv.cache.pages import check_dtype
 from jaxkv.cache.sequence import (
     EMPTY_SEGMENTS,
     PAGE,
@@ -93,7 +92,7 @@ class EngineCore:
         if not isinstance(model, Model):
             raise ConfigError(f"model is a {type(model).__name__}, expected what jaxkv.load returns")
         kv_dtype = check_dtype(kv_dtype or model.dtype)
-        self._token_bytes = model.config.kv_bytes_per_token(jnp.dtype(kv_dtype).itemsize)
+        self._token_bytes = kv_token_bytes(model.config, kv_dtype)
         num_pages = check_geometry(
             num_pages=num_pages,
             capacity_bytes=capacity_bytes,
@@ -115,6 +114,7 @@ class EngineCore:
             weights_digest=model.weights_digest,
             architecture=describe(model.config),
             kv_dtype=kv_dtype,
+            scale_format=scale_format(kv_dtype),
             chunk_grid=self._grid,
             tokenizer_digest=tokenizer.digest if tokenizer else "",
             template_digest=tokenizer.template_digest if tokenizer else "",

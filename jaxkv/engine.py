@@ -51,7 +51,8 @@ class Engine(CacheControl, Batching, Revising):
       capacity_bytes: the pool's size in bytes of KV, instead of `num_pages`.
       page_size: slots in a page, a power of two from 8 to 256.
       chunk_size: tokens of one prefill step; a multiple of `page_size`.
-      kv_dtype: "float32" or "bfloat16"; the model's dtype when None.
+      kv_dtype: "float32", "bfloat16", or quantized, "int8" or "float8_e4m3fn" (docs/quantized.md); the
+        model's dtype when None.
       reuse_granularity: "token" reuses every matching token; "chunk" ends hits on the chunk grid, and
         then logits of a warm run equal those of a cold one bit for bit.
       max_deltas: distinct distances that a view may hold (0 included) before it is materialized.

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxkv.cache.contract import PUBLIC, CacheContract
 from jaxkv.cache.domain import Domain
+from jaxkv.cache.dtypes import kv_token_bytes
 from jaxkv.cache.eviction import LRU, CostPerByte, EvictionPolicy
 from jaxkv.cache.match import Cause, Match, MatchEnd
 from jaxkv.cache.metrics import Metrics
@@ -67,7 +68,7 @@ class Memory:
         self.grid = grid
         self.clock = clock
         self.eviction = _with_costs(eviction or LRU(), config)
-        self.page_bytes = page_size * config.kv_bytes_per_token(jax.numpy.dtype(kv_dtype).itemsize)
+        self.page_bytes = page_size * kv_token_bytes(config, kv_dtype)
         self.metrics = Metrics()
         self.quota = quota  # pages, of a domain that has no quota of its own
         self.quotas: dict[Domain, int | None] = {}
@@ -114,11 +115,10 @@ class Memory:
                 for group in self.config.groups
             )
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            per_token = self.config.kv_bytes_per_token(np.dtype(np.float32).itemsize)
-            size = self.pool.num_pages * self.pool.page_size * per_token / 2**30
+            size = self.pool.num_pages * self.page_bytes / 2**30
             raise CapacityError(
-                f"num_pages is {self.pool.num_pages}, about {size:,.1f} GiB in float32, expected a pool "
-                "that fits the device's memory"
+                f"num_pages is {self.pool.num_pages}, about {size:,.1f} GiB in {self.kv_dtype}, expected a "
+                "pool that fits the device's memory"
             ) from error
         if self.poison:
             everything = np.arange(self.pool.num_pages, dtype=np.int32)

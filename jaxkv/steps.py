@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxkv.cache.pages import KVPages, read_slots, write_slots
+from jaxkv.cache.pages import KVPages, copy_slots
 from jaxkv.cache.table import GroupInput, PageTable, StepInput
 from jaxkv.errors import HandleError, RelocationError
 from jaxkv.model.attention import append_of
@@ -202,13 +202,14 @@ def _relocate_group(group: KVPages, moves: Moves, config: ModelConfig, backend: 
     # R(-d) is R(d) transposed: cosine even, sine odd. Tables start at position 0.
     cos, sin = rope_angles(jnp.abs(moves.delta), config.rope, config.max_positions)
     cos, sin = cos[:, None], (sin * jnp.sign(moves.delta).astype(jnp.float32)[:, None])[:, None]
-    head_dim, append = config.head_dim, append_of(backend)
+    append = append_of(backend)
+
+    def turn(keys: Array) -> Array:
+        # No magnitude here: YaRN's factor went into the key at birth.
+        return rotate(keys, cos, sin)
 
     def copy_layer(layer: Array, pages: KVPages) -> KVPages:
-        rows = read_slots(pages, layer, moves.source).astype(jnp.float32)
-        # No magnitude here: YaRN's factor went into the key at birth.
-        keys = rotate(rows[..., :head_dim], cos, sin)
-        return write_slots(pages, layer, moves.target, keys, rows[..., head_dim:], append)
+        return copy_slots(pages, layer, moves.source, moves.target, turn, append)
 
     layers = group.kv.shape[0] // group.num_pages
     moved: KVPages = jax.lax.fori_loop(0, layers, copy_layer, group)
@@ -226,6 +227,8 @@ def relocate(
     pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig, backend: Backend = AUTO
 ) -> Pages:
     """Copies slots of every layer with K' = R(delta) K, V' = V, in float32. Donates `pages`.
+
+    Quantized keys are dequantized, turned and quantized once; what quantized values are is copied as it is.
 
     The literal form of Suffix Cache Reuse (arXiv 2609.37725 §4.3), and the reference for the view form.
     Sources and targets must not overlap.

@@ -23,7 +23,7 @@ LONGEST = 48  # tokens of one inserted piece
 
 
 def cases(config: ExperimentConfig, tokens: Int32, bos: int | None = None) -> list[Case]:
-    """One case a document, context, number of moves and dtype of the pages."""
+    """One case a document, context and number of moves."""
     result = []
     need = max(config.context) + config.continuation
     if len(tokens) < need * config.documents + LONGEST:
@@ -42,9 +42,8 @@ def cases(config: ExperimentConfig, tokens: Int32, bos: int | None = None) -> li
                     for state, seams in states
                 ]
             result += [
-                _case(config, states[: moves + 1], text[context:], context, document, dtype)
+                _case(config, states[: moves + 1], text[context:], context, document)
                 for moves in config.moves
-                for dtype in config.kv_dtypes
             ]
     return result
 
@@ -78,9 +77,7 @@ def _states(text: Int32, tokens: Int32, moves: int, places: int, rng: np.random.
     return states
 
 
-def _case(
-    config: ExperimentConfig, states: list[State], rest: Int32, context: int, document: int, dtype: str
-) -> Case:
+def _case(config: ExperimentConfig, states: list[State], rest: Int32, context: int, document: int) -> Case:
     continuation = rest[: config.continuation].astype(np.int32)
     moves = len(states) - 1
     measured = {2**power for power in range(moves.bit_length())} | {moves}
@@ -90,7 +87,7 @@ def _case(
     )
     scattered = f"-p{config.places}" if config.places > 1 else ""
     return Case(
-        id=f"drift-{moves}{scattered}-c{context}-d{document}-{dtype}",
+        id=f"drift-{moves}{scattered}-c{context}-d{document}",
         edit=f"{moves} moves",
         position="25%",
         size=moves,
@@ -101,5 +98,4 @@ def _case(
         continuation=continuation,
         seams=states[-1][1],
         before=turns,
-        kv_dtype="" if dtype == "model" else dtype,
     )
