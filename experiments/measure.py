@@ -146,7 +146,8 @@ class Bench:
             born = engine.read_kv(source) if case.before else None
             home = np.arange(len(source), dtype=np.int32)
             for number, turn in enumerate(case.turns, 1):
-                result, seconds = self._timed_edit(engine, source, turn.new, policy, timed=not case.before)
+                timed = not case.before or len(turn.continuation) > 0
+                result, seconds = self._timed_edit(engine, source, turn.new, policy, timed=timed)
                 entry = _turn_figures(result, seconds)
                 home = homes(home, result)
                 if len(turn.continuation):
@@ -318,6 +319,9 @@ def _turn_figures(result: StepResult, seconds: float) -> Record:
         "kv_bytes_moved": ledger.kv_bytes_moved,
         "ms": 1e3 * seconds,
         "parts_ms": {part: 1e3 * float(value) for part, value in reuse.timings.items()},
+        "deltas": len({run.delta for run in result.sequence.provenance} - {0}),
+        "entries": len(result.sequence.table_segments),
+        "materialized": result.sequence.copies is not None,
     }
 
 

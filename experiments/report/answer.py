@@ -101,6 +101,8 @@ def spread(value: float) -> str:
     """A standard error as text: one digit."""
     if math.isnan(value):
         return "–"
+    if value >= 10:
+        return f"{value:,.0f}"
     return f"{value:.1g}" if value == 0 or 1e-3 <= value < 10 else f"{value:.0e}".replace("e-0", "e-")
 
 

@@ -76,7 +76,7 @@ def pareto(summary: Summary, style: Style) -> Figure | None:
     rows = [r for r in summary.rows if r.flops_relative > 0]
     if not rows:
         return None
-    figure = _figure(3.9)
+    figure = blank_figure(3.9)
     axes = figure.add_subplot()
     low = _floor([r.kl for r in rows], summary.noise)
     for row in rows:
@@ -99,7 +99,7 @@ def pareto(summary: Summary, style: Style) -> Figure | None:
     axes.set_xlim(min(x) / 2.2, max(x) * 2.6)
     axes.set_ylim(low / 2, max([r.kl_high for r in rows] + [2 * low]) * 4)
     _noise_line(axes, summary.noise)
-    _few_ticks(axes)
+    few_ticks(axes)
     figure.draw_without_rendering()  # labels are placed in pixels, so the layout must stand
     points = [(r.flops_relative, max(r.kl, low), r.policy) for r in rows]
     bars = [((r.flops_relative, max(r.kl_low, low)), (r.flops_relative, max(r.kl_high, low))) for r in rows]
@@ -113,7 +113,7 @@ def kl_by_position(summary: Summary, style: Style) -> Figure | None:
     if not names:
         return None
     names.sort(key=_position_order)
-    figure = _figure(3.9)
+    figure = blank_figure(3.9)
     axes = figure.add_subplot()
     tables = summary.by_position
     low = _floor([v for t in tables.values() for v in t.values()], summary.noise)
@@ -153,11 +153,12 @@ def error_by_layer(summary: Summary, style: Style) -> Figure | None:
 
 
 def steps(summary: Summary, style: Style) -> Figure | None:
-    """What consecutive edits add up to: KL, and how far keys are from what they were at birth."""
+    """What consecutive edits add up to: error (KL, keys against birth) and cost (KV copied, time)."""
     titles = {
         "kl": "KL, nats per token",
         "key_change": "‖K − K at birth‖ / ‖K at birth‖, un-rotated",
         "kv_bytes_moved": "KV copied by an edit, bytes",
+        "ms": "from the edit to the first token, ms",
     }
     shown = {key: summary.by_step.get(key, {}) for key in titles}
     shown = {
@@ -167,7 +168,7 @@ def steps(summary: Summary, style: Style) -> Figure | None:
     }
     if not shown:
         return None
-    figure = _figure(1.3 + 1.9 * len(shown))
+    figure = blank_figure(1.3 + 1.9 * len(shown))
     all_axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     names = list(dict.fromkeys(name for table in shown.values() for name in table))
     for axes, (key, table) in zip(all_axes, shown.items(), strict=True):
@@ -176,15 +177,15 @@ def steps(summary: Summary, style: Style) -> Figure | None:
             colour = style.get(name.split(" · ")[0], (INK, "o"))[0]
             marker = MARKERS[names.index(name) % len(MARKERS)]
             x, y = [p[0] for p in points], [max(p[1], low) for p in points]
-            under = [p[1] < low for p in points]
+            at = [i for i, p in enumerate(points) if p[1] < low]
+            filled = [i for i in range(len(points)) if i not in at]
             dashes = "-" if number % 2 == 0 else (0, (4, 2))
-            axes.plot(x, y, color=colour, marker=marker, ls=dashes, label=name, alpha=0.95)
-            at = [i for i, hollow in enumerate(under) if hollow]
+            axes.plot(x, y, color=colour, marker=marker, markevery=filled, ls=dashes, label=name, alpha=0.95)
             axes.plot([x[i] for i in at], [y[i] for i in at], ls="", marker=marker, color=colour,
-                      mfc="white", ms=7)  # fmt: skip
+                      mfc="none", ms=7)  # fmt: skip
         axes.set_yscale("log")
         axes.set_title(titles[key], loc="left")
-        _few_ticks(axes)
+        few_ticks(axes)
     all_axes[-1].set_xscale("log", base=2)
     counts = sorted({x for table in shown.values() for points in table.values() for x, _ in points})
     all_axes[-1].set_xticks(counts, [str(c) for c in counts])
@@ -198,7 +199,7 @@ def healing(summary: Summary, style: Style) -> Figure | None:
     """KL while stale tokens are recomputed from left to right."""
     if not summary.healing:
         return None
-    figure = _figure(3.4)
+    figure = blank_figure(3.4)
     axes = figure.add_subplot()
     low = _floor([y for points in summary.healing.values() for _, y in points], summary.noise)
     for policy, points in summary.healing.items():
@@ -207,7 +208,7 @@ def healing(summary: Summary, style: Style) -> Figure | None:
         axes.plot(x, y, color=colour, marker=marker, label=policy)
     axes.set(yscale="log", xlabel="stale tokens healed, %", ylabel="mean KL, nats per token")
     _noise_line(axes, summary.noise)
-    _few_ticks(axes)
+    few_ticks(axes)
     _legend_below(figure, axes)
     return figure
 
@@ -218,7 +219,7 @@ def recovery(summary: Summary, style: Style) -> Figure | None:
     if not tables:
         return None
     names = sorted({n for t in tables.values() for n in t}, key=_position_order)
-    figure = _figure(3.6)
+    figure = blank_figure(3.6)
     axes = figure.add_subplot()
     for policy, table in tables.items():
         colour, marker = style[policy]
@@ -238,7 +239,7 @@ def first_token(summary: Summary, style: Style) -> Figure | None:
     rows = [r for r in summary.rows if math.isfinite(r.ttft_ms)]
     if not rows:
         return None
-    figure = _figure(0.8 + 0.3 * len(rows))
+    figure = blank_figure(0.8 + 0.3 * len(rows))
     axes = figure.add_subplot()
     for y, row in enumerate(reversed(rows)):
         spread = 0.0 if math.isnan(row.ttft_se) else row.ttft_se
@@ -252,7 +253,7 @@ def first_token(summary: Summary, style: Style) -> Figure | None:
     return figure
 
 
-def _figure(height: float) -> Figure:
+def blank_figure(height: float) -> Figure:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)  # labels are measured in its pixels
     return figure
@@ -270,7 +271,7 @@ def _panels(
     shown = {state: table for state, table in shown.items() if _positive(table)}
     if not shown:
         return None
-    figure = _figure(0.9 + 1.7 * len(shown))
+    figure = blank_figure(0.9 + 1.7 * len(shown))
     all_axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (state, table) in zip(all_axes, shown.items(), strict=True):
         _lines(axes, style, table, _floor(_positive(table), math.nan))
@@ -297,7 +298,7 @@ def _lines(axes: Any, style: Style, table: Mapping[str, Sequence[float]], low: f
         under = np.flatnonzero(y < low)
         axes.plot(under, clipped[under], ls="", marker=marker, color=colour, mfc="none", ms=7)
     axes.set_yscale("log")
-    _few_ticks(axes)
+    few_ticks(axes)
 
 
 def _noise_line(axes: Any, noise: float) -> None:
@@ -320,7 +321,7 @@ def _legend_below(figure: Any, axes: Any) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=3, handlelength=1.6)
 
 
-def _few_ticks(axes: Any) -> None:
+def few_ticks(axes: Any) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_locator(NullLocator())
 

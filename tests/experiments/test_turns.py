@@ -78,6 +78,28 @@ def test_drift_keeps_keys_in_view_form_and_loses_them_when_rotations_compose(tmp
     assert "scr(min_span=16)" in text
 
 
+def test_a_view_is_materialized_past_max_deltas_and_its_keys_stay_at_one_rounding(tmp_path: Path) -> None:
+    """CASE 25 for scattered spans: twelve places are more distances than the engine's eight."""
+    policies = ("scr(min_span=8,tail=0)", "scr(form=copy,min_span=8,tail=0)")
+    result = small(
+        tmp_path / "a", workload="drift", context=(200,), moves=(32,), places=12, kv_dtype="bfloat16",
+        policies=policies, noise_every=0, documents=1, num_pages=400,
+    )  # fmt: skip
+    assert result.failed == 0
+    view, copy = (next(r["steps"] for r in lines(result.path) if r["policy"] == p) for p in policies)
+    assert all(step["materialized"] == (step["kv_bytes_moved"] > 0) for step in view)
+    moved = [step["materialized"] for step in view]
+    assert not any(moved[:7]), "seven distances fit a view"
+    assert moved[11]
+    assert moved[-1]
+    assert max(step["deltas"] for step, is_moved in zip(view, moved, strict=True) if not is_moved) < 8
+    error = {n: [s.get("key_change") for s in steps] for n, steps in (("view", view), ("copy", copy))}
+    assert not any(x for x, is_moved in zip(error["view"], moved, strict=True) if not is_moved), "not one bit"
+    late = [x for x in error["view"][12:] if x]
+    assert late
+    assert max(late) <= 1.1 * max(x for x in error["copy"] if x)
+
+
 def test_a_residue_run_tells_histories_apart_only_where_something_stale_is_kept(tmp_path: Path) -> None:
     result = small(tmp_path / "a", workload="residue", policies="scr,forget", distances=(40,), items=2)
     by_policy = {p: [r for r in lines(result.path) if r["policy"] == p] for p in ("exact", "scr", "forget")}
