@@ -188,7 +188,7 @@ class Engine(CacheControl, Batching, Revising):
     def read_kv(self, sequence: Sequence) -> KVState:
         """Keys (un-rotated) and values of a sequence, read back to the host in float32."""
         self._require_live(sequence)
-        return read_kv(self._memory.pages[0], self._memory.pool, sequence, self.config)
+        return read_kv(self._memory.pages, self._memory.pool, sequence, self.config)
 
     @interruptible
     def fork(self, sequence: Sequence) -> Sequence:

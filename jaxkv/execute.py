@@ -10,7 +10,6 @@ import numpy as np
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, HI, LO, concatenate, ends, slots_of, starts
 from jaxkv.cache.table import BLOCK_SLOTS, StepInput, bucket
 from jaxkv.memory import Memory
-from jaxkv.model.config import ModelConfig
 from jaxkv.model.params import Params
 from jaxkv.model.transformer import StepOutput
 from jaxkv.schedule import Placement, coalesce, delta_of, for_shape, make_table, step_input, step_sizes
@@ -58,7 +57,6 @@ def compute(
     write: bool = True,
     logits: str = "last",
     capture: bool = False,
-    config: ModelConfig | None = None,
 ) -> Computed:
     """Computes `tokens` at `positions` (ascending) over what is already there.
 
@@ -66,7 +64,7 @@ def compute(
 
     Args:
       memory: gives slots and holds the pages.
-      params: weights.
+      params: weights; of the first layers only, to stop behind them.
       segments: i32[W, 4] as born; new tokens are appended behind them where there is room.
       attended: i32[W', 4] that attention reads.
       tokens, positions: i32[f].
@@ -75,12 +73,10 @@ def compute(
       chunk_size: tokens of a step.
       write: False only reads: the tokens' KV is there already.
       logits, capture: as in `forward_step`.
-      config: that of `params`, if they are the first layers only; the memory's when None.
 
     Raises:
       CapacityError: not enough pages.
     """
-    config = memory.config if config is None else config
     drop = memory.pool.num_slots
     if write:
         placement = memory.place(segments, positions)
@@ -91,7 +87,13 @@ def compute(
 
     def one(pages: Pages, step: StepInput) -> tuple[Pages, StepOutput]:
         out = run_step(
-            params, pages, step, config=config, logits=logits, capture=capture, backend=memory.backend
+            params,
+            pages,
+            step,
+            config=memory.config,
+            logits=logits,
+            capture=capture,
+            backend=memory.backend,
         )
         # The pages belong to the memory alone: the next step takes them.
         return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
@@ -104,7 +106,15 @@ def compute(
         for count, shape in step_sizes(len(positions), chunk_size):
             part = slice(done, done + count)
             fitting = for_shape(table, shape, max_deltas)
-            step = step_input(tokens[part], positions[part], slots[part], shape, fitting, drop=drop)
+            step = step_input(
+                tokens[part],
+                positions[part],
+                slots[part],
+                shape,
+                fitting,
+                drop=drop,
+                groups=len(memory.pages),
+            )
             out = memory.run(one, step)
             outputs.append((out, count))
             shapes.add(("step", shape, *table.page.shape, fitting.deltas.shape[1], logits, capture))
@@ -151,7 +161,7 @@ def move_slots(memory: Memory, source: Int32, target: Int32, delta: Int32) -> No
     drop = memory.pool.num_slots
 
     def move(pages: Pages, moves: Moves) -> tuple[Pages, None]:
-        return relocate(pages, (moves,), config=memory.config, backend=memory.backend), None
+        return relocate(pages, (moves,) * len(pages), config=memory.config, backend=memory.backend), None
 
     for start in range(0, len(source), MOVE_SLOTS):
         part = slice(start, start + MOVE_SLOTS)

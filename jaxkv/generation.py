@@ -116,8 +116,8 @@ def decode_batch(
             positions=lengths,
             limits=np.where(stopped, 0, np.minimum(left, steps)).astype(np.int32),
             stop=stop,
-            slots=(slots[:, number * steps : (number + 1) * steps],),
-            tables=(table,),
+            slots=(slots[:, number * steps : (number + 1) * steps],) * len(memory.pages),
+            tables=(table,) * len(memory.pages),
             sampling=sampling,
         )
         out = memory.run(one, inputs)

@@ -207,8 +207,9 @@ def step_input(
     table: PageTable,
     *,
     drop: int,
+    groups: int = 1,
 ) -> StepInput:
-    """One row's step, padded to `shape` tokens; `drop` is the slot id that drops a write."""
+    """One row's step, padded to `shape` tokens, the same for all `groups`; slot id `drop` drops a write."""
     count = len(positions)
     padded = np.zeros((3, 1, shape), np.int32)
     padded[0, 0, :count] = tokens
@@ -219,7 +220,7 @@ def step_input(
         tokens=padded[0],
         positions=padded[1],
         lengths=np.array([count], np.int32),
-        groups=(GroupInput(slots=padded[2], table=table),),
+        groups=(GroupInput(slots=padded[2], table=table),) * groups,
     )
 
 

@@ -19,7 +19,7 @@ from jaxkv.cache.table import GroupInput, PageTable, StepInput
 from jaxkv.errors import HandleError, RelocationError
 from jaxkv.model.attention import append_of
 from jaxkv.model.backend import AUTO, Backend
-from jaxkv.model.config import ModelConfig
+from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.params import Params
 from jaxkv.model.rope import rope_angles, rotate
 from jaxkv.model.sampling import SamplingInput, sample
@@ -198,9 +198,11 @@ def decode_many(
     return out
 
 
-def _relocate_group(group: KVPages, moves: Moves, config: ModelConfig, backend: Backend) -> KVPages:
+def _relocate_group(
+    pages: KVPages, moves: Moves, rope: RopeConfig, config: ModelConfig, backend: Backend
+) -> KVPages:
     # R(-d) is R(d) transposed: cosine even, sine odd. Tables start at position 0.
-    cos, sin = rope_angles(jnp.abs(moves.delta), config.rope, config.max_positions)
+    cos, sin = rope_angles(jnp.abs(moves.delta), rope, config.max_positions)
     cos, sin = cos[:, None], (sin * jnp.sign(moves.delta).astype(jnp.float32)[:, None])[:, None]
     head_dim, append = config.head_dim, append_of(backend)
 
@@ -210,8 +212,8 @@ def _relocate_group(group: KVPages, moves: Moves, config: ModelConfig, backend: 
         keys = rotate(rows[..., :head_dim], cos, sin)
         return write_slots(pages, layer, moves.target, keys, rows[..., head_dim:], append)
 
-    layers = group.kv.shape[0] // group.num_pages
-    moved: KVPages = jax.lax.fori_loop(0, layers, copy_layer, group)
+    layers = pages.kv.shape[0] // pages.num_pages
+    moved: KVPages = jax.lax.fori_loop(0, layers, copy_layer, pages)
     return moved
 
 
@@ -219,7 +221,10 @@ def _relocate_group(group: KVPages, moves: Moves, config: ModelConfig, backend: 
 def _relocate(
     pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig, backend: Backend = AUTO
 ) -> Pages:
-    return tuple(_relocate_group(g, m, config, backend) for g, m in zip(pages, moves, strict=True))
+    return tuple(
+        _relocate_group(held, moved, group.rope, config, backend)
+        for group, held, moved in zip(config.groups, pages, moves, strict=True)
+    )
 
 
 def relocate(
@@ -227,6 +232,7 @@ def relocate(
 ) -> Pages:
     """Copies slots of every layer with K' = R(delta) K, V' = V, in float32. Donates `pages`.
 
+    R is that of the layer's group: local and global layers may turn at different frequencies.
     The literal form of Suffix Cache Reuse (arXiv 2609.37725 §4.3), and the reference for the view form.
     Sources and targets must not overlap.
 

@@ -244,7 +244,11 @@ def _to_tree(params: Params) -> dict[str, Any]:
     if params.unembed is not None:
         tree["unembed"] = params.unembed
     layers = {
-        f"{i:04d}": {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)}
+        f"{i:04d}": {
+            f.name: getattr(layer, f.name)
+            for f in dataclasses.fields(layer)
+            if getattr(layer, f.name) is not None
+        }
         for i, layer in enumerate(params.layers)
     }
     return {**tree, "layers": layers}
@@ -269,7 +273,7 @@ def _place(tree: dict[str, Any], config: ModelConfig, target: np.dtype[Any] | No
             value = node.pop(key)
             if isinstance(value, dict):
                 moved[key] = move(value)
-            elif target is None or key.endswith("norm"):
+            elif target is None or key.endswith(("norm", "bias")):
                 moved[key] = jax.device_put(value)
             else:
                 moved[key] = jax.device_put(value.astype(target))

@@ -27,6 +27,11 @@ class LayerParams:
     mlp_norm: Array  # f32[D]
     gate_up: Array  # [D, 2, F]
     down: Array  # [F, D]
+    qkv_bias: Array | None = None  # f32[K, G+2, H]
+    q_norm: Array | None = None  # f32[H]
+    k_norm: Array | None = None  # f32[H]
+    post_attn_norm: Array | None = None  # f32[D]
+    post_mlp_norm: Array | None = None  # f32[D]
 
 
 @struct.dataclass(kw_only=True)
@@ -44,19 +49,27 @@ LAYER_AXES = {
     "mlp_norm": ("embed",),
     "gate_up": ("embed", "gate_up", "mlp"),
     "down": ("mlp", "embed"),
+    "qkv_bias": ("kv_heads", "qkv", "head_dim"),
+    "q_norm": ("head_dim",),
+    "k_norm": ("head_dim",),
+    "post_attn_norm": ("embed",),
+    "post_mlp_norm": ("embed",),
 }
 PARAM_AXES = {"embed": ("vocab", "embed"), "final_norm": ("embed",), "unembed": ("vocab", "embed")}
 
 
 def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
-    """Shapes and dtypes of the weights of `config`, without storage. Norm weights are float32."""
+    """Shapes and dtypes of the weights of `config`, without storage. Norms and biases are float32."""
     d, k, g, h = config.embed_dim, config.num_kv_heads, config.group_size, config.head_dim
     f, v = config.mlp_dim, config.vocab_size
 
     def w(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    norm = jax.ShapeDtypeStruct((d,), jnp.float32)
+    def f32(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    norm = f32(d)
     layer = LayerParams(
         attn_norm=norm,
         qkv=w(d, k, g + 2, h),
@@ -64,6 +77,11 @@ def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
         mlp_norm=norm,
         gate_up=w(d, 2, f),
         down=w(f, d),
+        qkv_bias=f32(k, g + 2, h) if config.qkv_bias else None,
+        q_norm=f32(h) if config.qk_norm else None,
+        k_norm=f32(h) if config.qk_norm else None,
+        post_attn_norm=norm if config.post_norms else None,
+        post_mlp_norm=norm if config.post_norms else None,
     )
     return Params(
         embed=w(v, d),
@@ -74,13 +92,18 @@ def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
 
 
 def init_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> Params:
-    """Random weights, for tests and for training from scratch: normal / sqrt(fan-in), norms 1."""
+    """Random weights, for tests and for training from scratch: normal / sqrt(fan-in), norms 1.
+
+    Biases are normal, of deviation 0.1.
+    """
     rng = np.random.default_rng(seed)
 
     def make(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].name
         if name.endswith("norm"):
             return jnp.ones(leaf.shape, leaf.dtype)
+        if name.endswith("bias"):
+            return jnp.asarray(0.1 * rng.standard_normal(leaf.shape, np.float32), leaf.dtype)
         fan_in = leaf.shape[0]
         if name in ("embed", "unembed"):
             fan_in = leaf.shape[1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -32,14 +30,26 @@ class StepOutput:
 def _project_qkv(x: Array, layer: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
     """Returns unrotated q [..., K, G, H] and k [..., K, H], and v [..., K, H]."""
     qkv = project(rms_norm(x, layer.attn_norm, config.norm_eps), layer.qkv)
+    if layer.qkv_bias is not None:
+        qkv = qkv + layer.qkv_bias
     group = config.group_size
-    return qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]
+    q, k, v = qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
+    return q, k, v
 
 
 def _finish_layer(x: Array, attended: Array, layer: LayerParams, config: ModelConfig) -> Array:
     heads = attended.reshape(*attended.shape[:-3], config.num_heads, config.head_dim)
-    x = x + project(heads, layer.out, inputs=2)
-    return x + gated_mlp(rms_norm(x, layer.mlp_norm, config.norm_eps), layer.gate_up, layer.down)
+    added = project(heads, layer.out, inputs=2)
+    if layer.post_attn_norm is not None:
+        added = rms_norm(added, layer.post_attn_norm, config.norm_eps)
+    x = x + added
+    added = rms_norm(x, layer.mlp_norm, config.norm_eps)
+    added = gated_mlp(added, layer.gate_up, layer.down, config.activation)
+    if layer.post_mlp_norm is not None:
+        added = rms_norm(added, layer.post_mlp_norm, config.norm_eps)
+    return x + added
 
 
 def _logits(x: Array, params: Params, config: ModelConfig) -> Array:
@@ -73,38 +83,42 @@ def forward_step(
     """
     if logits not in LOGITS:
         raise ConfigError(f"logits is '{logits}', expected 'last' or 'all'")
-    positions, rope = step.positions, config.rope
-    cos, sin = rope_angles(positions, rope, config.max_positions)
-    key_angles = cos[:, :, None], sin[:, :, None]
+    positions = step.positions
     pages_out = list(pages)
-    query_angles, seen = [], []
-    for g, inputs in enumerate(step.groups):
+    key_angles, query_angles, seen = [], [], []
+    for group, inputs, held in zip(config.groups, step.groups, pages, strict=True):
+        cos, sin = rope_angles(positions, group.rope, config.max_positions)
+        key_angles.append((cos[:, :, None], sin[:, :, None]))
         # A key born at b that stands at b + delta: (R(i) q)·(R(b+delta) k) = (R(i-delta) q)·(R(b) k).
         if inputs.table.deltas.shape[1] == 1:
             angles = cos[:, None], sin[:, None]
         else:
             # Keys were born below max_positions, so i - delta stays below twice that.
             shifted = positions[:, None, :] - inputs.table.deltas[:, :, None]
-            angles = rope_angles(shifted, rope, 2 * config.max_positions)
+            angles = rope_angles(shifted, group.rope, 2 * config.max_positions)
         query_angles.append(tuple(a[..., None, None, :] for a in angles))
-        seen.append(visibility(inputs.table, positions, step.lengths, pages[g].page_size))
-    where = {
-        layer: (g, index) for g, group in enumerate(config.groups) for index, layer in enumerate(group.layers)
-    }
-    scale = 1.0 / math.sqrt(config.head_dim)
+        seen.append(visibility(inputs.table, positions, step.lengths, held.page_size, group.window))
     append = append_of(backend)
     captured = []
-    x = embed(step.tokens, params.embed)
+    x = embed(step.tokens, params.embed, config.embed_scale)
     for number, layer in enumerate(params.layers):
-        g, index = where[number]
-        inputs = step.groups[g]
+        g, index = config.group_of(number)
+        group, inputs = config.groups[g], step.groups[g]
+        magnitude = group.rope.magnitude
         with jax.named_scope(f"layer_{number}"):
             q, k, v = _project_qkv(x, layer, config)
-            k = rotate(k, *key_angles, magnitude=rope.magnitude)
+            k = rotate(k, *key_angles[g], magnitude=magnitude)
             pages_out[g] = write_slots(pages_out[g], index, inputs.slots, k, v, append)
-            q = rotate(q[:, None] * scale, *query_angles[g], magnitude=rope.magnitude)
+            q = rotate(q[:, None] * config.attention_scale, *query_angles[g], magnitude=magnitude)
             attended = paged_attention(
-                q, pages_out[g], inputs.table, seen[g], positions, layer=index, backend=backend
+                q,
+                pages_out[g],
+                inputs.table,
+                seen[g],
+                positions,
+                layer=index,
+                window=group.window,
+                backend=backend,
             )
             if capture:
                 captured.append(attended.reshape(*positions.shape, -1))
@@ -121,12 +135,14 @@ def forward_step(
 def forward_dense(params: Params, tokens: Array, *, config: ModelConfig) -> Array:
     """Logits f32[B, T, V] of i32[B, T] tokens at positions 0..T-1: no cache, no pages, the oracle."""
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    cos, sin = rope_angles(positions, config.rope, config.max_positions)
-    magnitude, scale = config.rope.magnitude, 1.0 / math.sqrt(config.head_dim)
-    x = embed(tokens, params.embed)
-    for layer in params.layers:
+    angles = [rope_angles(positions, group.rope, config.max_positions) for group in config.groups]
+    x = embed(tokens, params.embed, config.embed_scale)
+    for number, layer in enumerate(params.layers):
+        g, _ = config.group_of(number)
+        group, (cos, sin) = config.groups[g], angles[g]
         q, k, v = _project_qkv(x, layer, config)
-        q = rotate(q * scale, cos[:, None, None], sin[:, None, None], magnitude=magnitude)
-        k = rotate(k, cos[:, None], sin[:, None], magnitude=magnitude)
-        x = _finish_layer(x, dense_attention(q, k, v), layer, config)
+        q = q * config.attention_scale
+        q = rotate(q, cos[:, None, None], sin[:, None, None], magnitude=group.rope.magnitude)
+        k = rotate(k, cos[:, None], sin[:, None], magnitude=group.rope.magnitude)
+        x = _finish_layer(x, dense_attention(q, k, v, group.window), layer, config)
     return _logits(x, params, config)
