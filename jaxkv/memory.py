@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -25,12 +25,14 @@ from jaxkv.cache.metrics import Metrics
 from jaxkv.cache.pages import make_pages, poison_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.cache.sequence import Sequence
+from jaxkv.cache.sequence import EMPTY_SEGMENTS, PAGE, Sequence
+from jaxkv.cache.states import kv_groups, poison_states, spent
 from jaxkv.cache.tiers import Tiers
 from jaxkv.cache.tree import Pin
 from jaxkv.errors import CapacityError, HandleError
 from jaxkv.model.backend import AUTO, Backend
 from jaxkv.model.config import ModelConfig
+from jaxkv.recurrent import StateStore
 from jaxkv.reuse.ledger import attention_flops, token_flops
 from jaxkv.schedule import Placement, place
 from jaxkv.steps import Pages
@@ -39,6 +41,7 @@ from jaxkv.typing import Int32
 
 T = TypeVar("T")
 _ids = itertools.count(1)
+_NO_PAGES = EMPTY_SEGMENTS[:, PAGE]
 MOST_PAST = 8  # contracts of earlier weights that a miss is explained with
 
 
@@ -59,8 +62,10 @@ class Memory:
         clock: Callable[[], float] = time.monotonic,
         quota: int | None = None,
         tiers: Tiers | None = None,
+        states: StateStore | None = None,
     ) -> None:
         self.config = config
+        self.states = states  # with recurrent layers
         self.backend = backend
         self.kv_dtype = kv_dtype
         self.poison = poison
@@ -91,6 +96,7 @@ class Memory:
             clock=self.clock,
             metrics=self.metrics,
             quota_of=self._quota_of,
+            snapshots=None if self.states is None else self.states.snapshots,
         )
         index.gone = None if self.tiers is None else []
         return index
@@ -123,12 +129,16 @@ class Memory:
         if self.poison:
             everything = np.arange(self.pool.num_pages, dtype=np.int32)
             pages = tuple(poison_pages(group, everything) for group in pages)
-        return pages
+        if self.states is None:
+            return pages
+        return (*pages, self.states.make_pool(self.backend.storage_platform, poison=self.poison))
 
     def begin(self) -> None:
         """Starts a call: lets go what was collected or expired, and mends what the last call broke."""
-        if any(group.kv.is_deleted() for group in self.pages):
+        if spent(self.pages):
             self._lose()
+        if self.states is not None and (self._lost or self.interrupted):
+            self.states.restart(() if self._lost else self.live)
         if self._lost:
             self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
             self.index = self._make_index()
@@ -151,7 +161,7 @@ class Memory:
         try:
             self.pages, result = step(self.pages, *inputs)
         except Exception as error:
-            if any(group.kv.is_deleted() for group in self.pages):
+            if spent(self.pages):
                 raise self._lose() from error
             raise
         return result
@@ -212,10 +222,16 @@ class Memory:
                 return MatchEnd(Cause.CONTRACT, end.position, fields=fields)
         return end
 
-    def publish(self, sequence: Sequence, limit: int) -> None:
-        """Offers the exact prefix of a sequence to its domain: after the step returned, never before."""
+    def publish(self, sequence: Sequence, limit: int, states: tuple[tuple[int, int], ...] = ()) -> None:
+        """Offers the exact prefix of a sequence to its domain: after the step returned, never before.
+
+        `states`: positions and slots, of which those behind exact tokens alone are kept.
+        """
         prefix = sequence.exact_prefix(limit)
         self.insert(sequence.contract, prefix.tokens, prefix.segments, sequence.priority)
+        exact = [state for state in states if state[0] <= len(prefix.tokens)]
+        if exact:
+            self.index.keep_states(sequence.contract.digest(), prefix.tokens, exact)
 
     def insert(self, contract: CacheContract, tokens: Int32, segments: Int32, priority: int = 0) -> None:
         """Puts exact KV into the index and keeps the domain within its quota."""
@@ -264,14 +280,37 @@ class Memory:
         weakref.finalize(sequence, self._collected.append, sequence.id)
         self.pool.retain(held)
         self.live[sequence.id] = held
+        if self.states is not None and sequence.state is not None:
+            self.states.adopt(sequence.id, sequence.state)
         return sequence
+
+    def let_go(self, sequence: int) -> None:
+        """Releases what a sequence handed out holds, if it still does."""
+        held = self.live.pop(sequence, None)
+        if self.states is not None:
+            self.states.let_go(sequence)
+        if held is not None:
+            self.release(held)
+
+    def new_state(self) -> int:
+        """A state slot to write, with one reference, after giving up a snapshot if it must."""
+        assert self.states is not None
+        self.collect()
+        slot = self.states.allocate(self.eviction)
+        self._freed(_NO_PAGES)
+        return slot
+
+    def release_states(self, slots: Iterable[int]) -> None:
+        """Gives back one reference for each slot."""
+        if self.states is not None and not self._lost:
+            for slot in slots:
+                self.states.release(slot)
+            self._freed(_NO_PAGES)
 
     def collect(self) -> None:
         """Releases the sequences that were garbage-collected."""
         while self._collected:
-            held = self.live.pop(self._collected.popleft(), None)
-            if held is not None:
-                self.release(held)
+            self.let_go(self._collected.popleft())
 
     def release(self, pages: Int32) -> None:
         """Gives back one reference for each entry."""
@@ -279,14 +318,23 @@ class Memory:
             self._freed(self.pool.release(pages))
 
     def _freed(self, pages: Int32) -> None:
-        if self.poison and len(pages) and not any(group.kv.is_deleted() for group in self.pages):
-            self.pages = tuple(poison_pages(group, pages) for group in self.pages)
+        if not self.poison or spent(self.pages):
+            return
+        if len(pages):
+            kv = tuple(poison_pages(group, pages) for group in kv_groups(self.pages))
+            self.pages = (*kv, *self.pages[len(kv) :])
+        slots = [] if self.states is None else self.states.take_freed()
+        if slots:
+            pool = poison_states(self.pages[-1], np.array(slots, np.int32))
+            self.pages = (*self.pages[:-1], pool)
 
     def check(self) -> None:
         """Integrity: live sequences and the index account for every reference, or a HandleError."""
         self.begin()
         self.index.check()
         self.pool.check([*self.live.values(), *self.index.references()])
+        if self.states is not None:
+            self.states.check()
 
 
 def _with_costs(policy: EvictionPolicy, config: ModelConfig) -> EvictionPolicy:

@@ -7,6 +7,7 @@ import numpy as np
 from jaxkv.cache.pages import read_slots
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.sequence import FIRST, HI, LO, PAGE, Sequence, slots_of
+from jaxkv.cache.states import kv_groups
 from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.rope import inverse_frequencies
 from jaxkv.results import KVState
@@ -24,7 +25,7 @@ def read_kv(pages: Pages, pool: PagePool, sequence: Sequence, config: ModelConfi
     births = pool.birth[segments[:, PAGE]]
     born = np.repeat(births - segments[:, FIRST], segments[:, HI] - segments[:, LO]) + positions
     found: dict[int, tuple[Float32, Float32]] = {}
-    for held, group in zip(pages, config.groups, strict=True):
+    for held, group in zip(kv_groups(pages), config.groups, strict=True):
         for index, layer in enumerate(group.layers):
             rows = np.asarray(read_slots(held, index, slots)).astype(np.float64)
             keys = _unrotated(rows[..., : config.head_dim], born, group.rope)

@@ -84,6 +84,7 @@ class Sequence:
     priority: int = 0  # for an eviction policy of that name
     rotate: bool = True  # False: keys are used as born wherever they stand (the no_rotation control)
     logits: Any = dataclasses.field(default=None, repr=False)  # f32[V] of the next token
+    state: int | None = None  # slot of the recurrent layers' state behind the last token, if there are any
 
     def __len__(self) -> int:
         return len(self.tokens)
