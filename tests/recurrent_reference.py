@@ -113,37 +113,65 @@ def turn(x: Array, positions: Array, rope: Any) -> Array:
     return np.concatenate([a * c - b * s, b * c + a * s, x[..., 2 * half :]], -1)
 
 
-def hybrid_logits(params: Any, config: Any, tokens: Any) -> tuple[Array, list[tuple[Array, Array]]]:
-    """float64 logits [n, V], and for each recurrent layer the last convolution inputs and the state."""
+def hybrid_run(
+    params: Any,
+    config: Any,
+    tokens: Any,
+    positions: Any,
+    cached: list[tuple[Array, Array, Array]] | None = None,
+    states: list[tuple[Array, Array]] | None = None,
+    written: Any = None,
+) -> tuple[Array, list[tuple[Array, Array, Array]], list[tuple[Array, Array]]]:
+    """Runs tokens at ascending positions, in their order for recurrent layers, in float64.
+
+    `cached`: for each layer that attends, where its tokens stand i[n], keys before rotation, and values.
+    `states`: for each recurrent layer the last convolution inputs and the state. `written`: bool, tokens
+    whose keys and values are added; of the others others are cached. Returns logits [t, V] and both.
+    """
 
     def f64(x: Any) -> Array:
         return np.asarray(x).astype(np.float64)
 
-    c, n = config, len(tokens)
-    positions, states = np.arange(n, dtype=np.float64), []
+    c, positions = config, np.asarray(positions, np.float64)
+    written = np.ones(len(positions), bool) if written is None else written
+    kv: list[tuple[Array, Array, Array]] = []
+    after: list[tuple[Array, Array]] = []
     x = f64(params.embed)[np.asarray(tokens)]
     for kind, layer in zip(c.types, params.layers, strict=True):
         h = norm(x, f64(layer.attn_norm), c.norm_eps)
         if kind == "recurrent":
             mixer = mixer_of(layer, c.recurrent, c.norm_eps)
-            mixed, before, state = mixer.run(h, *mixer.start())
-            states.append((before, state))
+            start = mixer.start() if states is None else states[len(after)]
+            mixed, before, state = mixer.run(h, *start)
+            after.append((before, state))
         else:
-            group = c.num_heads // c.num_kv_heads
+            group, nothing = c.num_heads // c.num_kv_heads, np.zeros((0, c.num_kv_heads, c.head_dim))
             qkv = np.einsum("td,dkgh->tkgh", h, f64(layer.qkv))
-            q = norm(qkv[:, :, :group], f64(layer.q_norm), c.norm_eps).reshape(n, c.num_heads, -1)
+            q = norm(qkv[:, :, :group], f64(layer.q_norm), c.norm_eps).reshape(len(x), c.num_heads, -1)
             k = norm(qkv[:, :, group], f64(layer.k_norm), c.norm_eps)
-            q, k = turn(q, positions, c.rope), turn(k, positions, c.rope)
-            scores = np.einsum("tnh,snh->nts", q, np.repeat(k, group, 1)) / np.sqrt(c.head_dim)
-            scores = np.where(positions <= positions[:, None], scores, -np.inf)
+            at, keys, values = (np.zeros(0), nothing, nothing) if cached is None else cached[len(kv)]
+            at = np.concatenate([at, positions[written]])
+            keys = np.concatenate([keys, k[written]])
+            values = np.concatenate([values, qkv[written][:, :, group + 1]])
+            assert len(np.unique(at)) == len(at), "a position has two keys"
+            turned = np.repeat(turn(keys, at, c.rope), group, 1)
+            scores = np.einsum("tnh,snh->nts", turn(q, positions, c.rope), turned) / np.sqrt(c.head_dim)
+            scores = np.where(at <= positions[:, None], scores, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
-            heads = np.einsum("nts,snh->tnh", weights, np.repeat(qkv[:, :, group + 1], group, 1))
+            heads = np.einsum("nts,snh->tnh", weights, np.repeat(values, group, 1))
             heads *= sigmoid(np.einsum("td,dnh->tnh", h, f64(layer.attn_gate)))
             mixed = np.einsum("tnh,nhd->td", heads, f64(layer.out))
+            kv.append((at, keys, values))
         x = x + mixed
         h = norm(x, f64(layer.mlp_norm), c.norm_eps)
         gate_up = np.einsum("td,dgf->tgf", h, f64(layer.gate_up))
         x = x + (gate_up[:, 0] * sigmoid(gate_up[:, 0]) * gate_up[:, 1]) @ f64(layer.down)
     table = params.embed if params.unembed is None else params.unembed
-    return norm(x, f64(params.final_norm), c.norm_eps) @ f64(table).T, states
+    return norm(x, f64(params.final_norm), c.norm_eps) @ f64(table).T, kv, after
+
+
+def hybrid_logits(params: Any, config: Any, tokens: Any) -> tuple[Array, list[tuple[Array, Array]]]:
+    """float64 logits [n, V] of a whole text, and for each recurrent layer what it keeps of it."""
+    logits, _, states = hybrid_run(params, config, tokens, np.arange(len(tokens)))
+    return logits, states

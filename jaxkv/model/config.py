@@ -10,6 +10,14 @@ from typing import Any, cast
 from jaxkv.errors import ConfigError, nearest
 
 ROPE_SCALINGS = ("default", "linear", "llama3", "yarn")
+COMPOSABLE = "composable"
+# Positions under which KV cannot be moved, and why: no model file that has them is loaded.
+REFUSED_ROPES = {
+    "dynamic": "dynamic NTK changes its frequencies with the text's length, so rotations do not compose",
+    "longrope": "LongRoPE switches its frequencies at the original length, where rotations do not compose",
+    "mrope": "M-RoPE turns by three positions, which differ across an image",
+    "learned": "learned positions are added to the embedding, not rotated, and cannot be moved",
+}
 LAYER_TYPES = ("global", "local", "recurrent")
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -269,9 +277,14 @@ class ModelConfig:
         return len(self.recurrent_layers) * self.recurrent.state_bytes(conv_itemsize)
 
     @property
+    def relocation(self) -> tuple[str, ...]:
+        """For each layer `COMPOSABLE`, or why its keys cannot be moved to another position."""
+        return (COMPOSABLE,) * self.num_layers  # every RopeConfig that validates is a fixed rotation
+
+    @property
     def relocation_refused(self) -> str:
-        """Why keys cannot be moved to another position, or "" when rotations compose."""
-        return ""  # every RopeConfig that validates is a fixed rotation per position
+        """Why keys of some layer cannot be moved to another position, or "" when all rotations compose."""
+        return next((reason for reason in self.relocation if reason != COMPOSABLE), "")
 
     @property
     def body_params(self) -> int:

@@ -38,8 +38,8 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "layer_types": [
@@ -74,13 +74,13 @@ def draw(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndar
     if name.endswith("A_log"):
         return np.log(rng.uniform(0.5, 8, shape))
     if name.endswith("dt_bias"):
-        return rng.uniform(-4, 1, shape)
+        return rng.uniform(-6, -1, shape)
     normal = rng.standard_normal(shape)
     if "norm" in name:  # those of heads' outputs multiply by the weight, all others by 1 + weight
         return 0.3 * normal + ("linear_attn.norm" in name)
     if "conv1d" in name:
-        return normal / 2
-    return normal / math.sqrt(shape[-1]) * (3.0 if "embed" in name else 1.5)
+        return normal + 0.5
+    return normal / math.sqrt(shape[-1]) * (3.0 if "embed" in name else 0.8)
 
 
 def main() -> None:
