@@ -52,6 +52,7 @@ EXPERIMENTS = {
     "serving": Experiment("experiments.speed.run", "experiments.speed.config"),
     "kernels": Experiment("experiments.kernels.run", "experiments.kernels.config"),
     "edit_cost": Experiment("experiments.edit_cost", "experiments.cost_config"),
+    "train_tiny": Experiment("experiments.train_tiny", "experiments.train_config"),
 }
 
 

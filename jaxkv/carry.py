@@ -131,6 +131,10 @@ def resume_edit(memory: Memory, sequence: Sequence, work: ReusePlan) -> Resume |
     """
     store = memory.states
     if store is None:
+        if work.states == "replay":
+            raise ConfigError(
+                f"policy '{work.policy}' replays states, expected a model with recurrent layers, or SCR()"
+            )
         return None
     if work.states == "fork":
         assert sequence.state is not None

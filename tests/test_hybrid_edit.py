@@ -1,5 +1,7 @@
 """Suffix Cache Reuse on a hybrid: what a stale and what a replayed state answer, judged in float64."""
 
+# ruff: noqa: F401, F811 - fixtures are imported
+
 from __future__ import annotations
 
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from recurrent_reference import hybrid_logits, hybrid_run
-from test_hybrid_engine import Make, hybrid, make, snapshots  # noqa: F401 - fixtures
+from test_hybrid_engine import Make, hybrid, make, snapshots
 from tolerances import tolerance
 
 import jaxkv
@@ -46,7 +48,7 @@ def test_a_deletion_answers_as_float64_does(
     make: Make,
     hybrid: jaxkv.Model,
     text: Any,
-    states: str,  # noqa: F811
+    states: str,
 ) -> None:
     engine, old = make(), text(LENGTH)
     new = np.delete(old, slice(CUT, CUT + GAP))
@@ -84,7 +86,7 @@ def test_a_deletion_answers_as_float64_does(
     np.testing.assert_allclose(scored[1:], expected[:-1], atol=tolerance("logits"), rtol=0)
 
 
-def test_an_inserted_token_before_a_stale_state_is_not_exact(make: Make, text: Any) -> None:  # noqa: F811
+def test_an_inserted_token_before_a_stale_state_is_not_exact(make: Make, text: Any) -> None:
     """Computed in front of every kept key, but from the state behind the old text: it stays private."""
     engine, old = make(), text(LENGTH)
     new = np.concatenate([old[:CUT], text(9, seed=5), old[CUT:]])
@@ -100,7 +102,7 @@ def test_an_inserted_token_before_a_stale_state_is_not_exact(make: Make, text: A
     assert replayed.sequence.exact_length == CUT + 9  # from an exact state, in front of what is stale
 
 
-def test_nothing_kept_means_an_exact_answer(make: Make, hybrid: jaxkv.Model, text: Any) -> None:  # noqa: F811
+def test_nothing_kept_means_an_exact_answer(make: Make, hybrid: jaxkv.Model, text: Any) -> None:
     """A cut at the end: every key is exact, and so the state is resumed, not taken over."""
     engine, old = make(), text(LENGTH)
     result = engine.edit(engine.prefill(old).sequence, old[:70], scr("fork"))
@@ -112,7 +114,7 @@ def test_nothing_kept_means_an_exact_answer(make: Make, hybrid: jaxkv.Model, tex
 def test_an_approximate_source_is_edited_back_to_an_exact_one(
     make: Make,
     hybrid: jaxkv.Model,
-    text: Any,  # noqa: F811
+    text: Any,
 ) -> None:
     engine, old = make(), text(LENGTH)
     new = np.delete(old, slice(CUT, CUT + GAP))
@@ -128,7 +130,7 @@ def test_an_approximate_source_is_edited_back_to_an_exact_one(
 
 
 @pytest.mark.parametrize("form", ["view", "copy"])
-def test_both_forms_answer_alike(make: Make, text: Any, form: str) -> None:  # noqa: F811
+def test_both_forms_answer_alike(make: Make, text: Any, form: str) -> None:
     engine, old = make(), text(LENGTH)
     new = np.concatenate([old[:CUT], text(9, seed=5), old[CUT + 3 :]])
     source = engine.prefill(old).sequence
@@ -137,7 +139,7 @@ def test_both_forms_answer_alike(make: Make, text: Any, form: str) -> None:  # n
     np.testing.assert_allclose(first.logits, second.logits, atol=tolerance("view_against_copy"), rtol=0)
 
 
-def test_policies_that_states_cannot_follow_are_refused(make: Make, text: Any) -> None:  # noqa: F811
+def test_policies_that_states_cannot_follow_are_refused(make: Make, text: Any) -> None:
     engine, old = make(), text(LENGTH)
     source = engine.prefill(old).sequence
     with pytest.raises(jaxkv.ConfigError, match="policy 'drop' drops tokens, which a recurrent state"):

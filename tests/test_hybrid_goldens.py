@@ -74,11 +74,10 @@ def test_odd_chunks_and_decode_equal_hugging_face(model: jaxkv.Model) -> None:
     """200 tokens: prefill, extensions of any length, single tokens; and the states they leave."""
     _, arrays = golden()
     tokens, logits = arrays["tokens"], arrays["logits"]
-    engine = jaxkv.Engine(model, num_pages=64, page_size=8, chunk_size=48, poison_free_pages=True)
+    engine = jaxkv.Engine(model, num_pages=64, page_size=8, chunk_size=16, poison_free_pages=True)
     result, at = engine.prefill(tokens[:67]), 67
     for count in (1, 1, 31, 50, 3, 1, 40):
         close(result.logits, logits[at - 1])
-        close(engine.score(result.sequence, tokens[at : at + 2]), logits[at - 1 : at + 1])
         result = engine.extend(result.sequence, tokens[at : at + count])
         at += count
     close(engine.score(result.sequence, np.append(tokens[at:], 0)), logits[at - 1 :])
@@ -115,9 +114,9 @@ def test_a_nested_config_and_a_checkpoint_hold_the_same_model(model: jaxkv.Model
         ({"num_experts": 8}, "num_experts is 8, expected 0"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype is 'bfloat16', expected 'float32'"),
-        ({"layer_types": ["linear_attention"] * 4}, "layer_types is .* expected 5 of"),
-        ({"layer_types": ["sliding_attention"] * 5}, "layer_types is 'sliding_attention', expected 5 of"),
-        ({"layer_types": ["linear_attention"] * 5}, "at least one that attends"),
+        ({"layer_types": ["linear_attention"] * 5}, "layer_types is .* expected 4 of"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types is 'sliding_attention', expected 4 of"),
+        ({"layer_types": ["linear_attention"] * 4}, "at least one that attends"),
         ({"linear_num_value_heads": 3}, "num_value_heads is 3, expected a multiple of num_key_heads 2"),
         ({"linear_decay": "fast"}, "linear_decay"),
     ],
@@ -130,7 +129,7 @@ def test_settings_of_other_maths_are_refused_by_name(change: dict[str, Any], mes
 def test_layer_types_follow_from_an_interval() -> None:
     data = copy.deepcopy(golden()[0]["text"])
     del data["layer_types"]
-    assert config_from_hf(data).types == ("recurrent",) * 3 + ("global", "recurrent")
+    assert config_from_hf(data).types == ("recurrent",) * 3 + ("global",)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
@@ -143,7 +142,7 @@ def test_partial_rotary_leaves_the_rest_of_a_key_bitwise_alone(model: jaxkv.Mode
     """CASE 20: a moved key differs in its rotated part only, in both forms."""
     _, arrays = golden()
     tokens = arrays["tokens"]
-    engine = jaxkv.Engine(model, num_pages=64, page_size=8, chunk_size=48)
+    engine = jaxkv.Engine(model, num_pages=64, page_size=8, chunk_size=16)
     source = engine.prefill(tokens).sequence
     pages = engine._memory.pages[0]
     slots = np.array([8 * int(row[0]) + 2 for row in source.segments[:4]], np.int32)

@@ -28,7 +28,7 @@ TEXT = {
     "vocab_size": 128,
     "hidden_size": 48,
     "intermediate_size": 64,
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 4,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -42,9 +42,7 @@ TEXT = {
     "linear_value_head_dim": 12,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "layer_types": [
-        "linear_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention",
-    ],
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10_000.0,
