@@ -194,15 +194,15 @@ def write_curve(path: Path, points: list[Point], settings: TrainConfig) -> None:
         writer = csv.writer(sink)
         writer.writerow(["step", "seconds", "loss", "held_out"])
         for point in points:
-            judged = "" if point.held_out is None else f"{point.held_out:.5f}"
-            writer.writerow([point.step, f"{point.seconds:.2f}", f"{point.loss:.5f}", judged])
+            shown = "" if point.held_out is None else f"{point.held_out:.5f}"
+            writer.writerow([point.step, f"{point.seconds:.2f}", f"{point.loss:.5f}", shown])
     figure = Figure(figsize=(4.5, 3.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.plot([p.step for p in points], [p.loss for p in points], color="#2b8cdb", lw=0.8, label="batch")
-    judged_points = [p for p in points if p.held_out is not None]
+    judged = [(p.step, p.held_out) for p in points if p.held_out is not None]
     axes.plot(
-        [p.step for p in judged_points], [p.held_out for p in judged_points],
+        [step for step, _ in judged], [loss for _, loss in judged],
         color="#d55e00", marker="o", ms=3, label="held out",
     )  # fmt: skip
     axes.set_xlabel("step")

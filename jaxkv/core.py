@@ -371,7 +371,7 @@ class EngineCore:
                 max_deltas=self.max_deltas,
                 written=written or None,
             )
-            states = written or [None] * len(sequences)
+            states: list[int | None] = [*written] or [None] * len(sequences)
             rows = zip(sequences, placements, decoded, states, strict=True)
             done = [self._finish(*row) for row in rows]
         finally:

@@ -44,7 +44,7 @@ def _scatter(pages: Pages, slots: Array, blocks: tuple[Array, ...]) -> Pages:
     for group, block in zip(pages, blocks, strict=True):
         rows, offset = _rows(group, slots)
         kv = group.kv.at[rows, :, offset].set(block, mode="drop")
-        written.append(group.replace(kv=kv))  # type: ignore[attr-defined]
+        written.append(group.replace(kv=kv))
     return tuple(written)
 
 

@@ -62,7 +62,7 @@ def test_states_are_written_in_place(kind: str, dtype: str) -> None:
     """All arrays are aliased, and a step allocates nothing near the pool's size."""
     states = abstract_states(dtype)
     pool = sum(x.size * x.dtype.itemsize for x in (states.conv, states.state))
-    assert pool > 64 << 20
+    assert pool > 60 << 20
     memory = lower(kind, dtype).compile().memory_analysis()
     assert memory.alias_size_in_bytes == pool + 64 * 2 * 16 * 32 * 4
     assert memory.temp_size_in_bytes < pool // 16

@@ -107,7 +107,7 @@ def write_states(pool: StatePool, layer: int, slots: Array, conv: Array, state: 
     values = conv.astype(pool.dtype)
     if values.dtype != pool.conv.dtype:
         values = jax.lax.bitcast_convert_type(values, pool.conv.dtype)
-    return pool.replace(  # type: ignore[attr-defined, no-any-return]
+    return pool.replace(  # type: ignore[attr-defined]
         conv=pool.conv.at[rows].set(values, mode="drop"),
         state=pool.state.at[rows].set(state, mode="drop"),
     )
@@ -120,6 +120,6 @@ def poison_states(pool: StatePool, slots: Array) -> StatePool:
     bad = jnp.full((rows.shape[0], *pool.conv.shape[1:]), jnp.nan, jnp.dtype(pool.dtype))
     if bad.dtype != pool.conv.dtype:
         bad = jax.lax.bitcast_convert_type(bad, pool.conv.dtype)
-    return pool.replace(  # type: ignore[attr-defined, no-any-return]
+    return pool.replace(  # type: ignore[attr-defined]
         conv=pool.conv.at[rows].set(bad), state=pool.state.at[rows].set(jnp.nan)
     )

@@ -179,7 +179,8 @@ def gated_delta_net(
     q, k, v = split_heads(jax.nn.silu(mixed), shape)
     log_decay, beta = gates(h, layer, valid)
     if h.shape[1] == 1:
-        out, state = delta_step(*(x[:, 0] for x in (q, k, v, log_decay, beta)), state)
+        q, k, v, log_decay, beta = (x[:, 0] for x in (q, k, v, log_decay, beta))
+        out, state = delta_step(q, k, v, log_decay, beta, state)
         out = out[:, None]
     else:
         out, state = delta_chunks(q, k, v, log_decay, beta, state)

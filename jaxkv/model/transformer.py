@@ -131,9 +131,9 @@ def forward_step(
             with jax.named_scope(f"layer_{number}"):
                 index = next(recurrent)
                 assert step.states is not None
-                held = read_states(pages_out[-1], index, step.states.read)
-                x, *held = _recurrent_layer(x, layer, *held, step.lengths, config)
-                pages_out[-1] = write_states(pages_out[-1], index, step.states.write, *held)
+                conv, state = read_states(pages_out[-1], index, step.states.read)
+                x, conv, state = _recurrent_layer(x, layer, conv, state, step.lengths, config)
+                pages_out[-1] = write_states(pages_out[-1], index, step.states.write, conv, state)
             continue
         g, index = config.group_of(number)
         group, inputs = config.groups[g], step.groups[g]
@@ -184,7 +184,8 @@ def forward_dense(params: Params, tokens: Array, *, config: ModelConfig) -> Arra
     lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
     for number, layer in enumerate(params.layers):
         if isinstance(layer, RecurrentParams):
-            x, _, _ = _recurrent_layer(x, layer, *_start(len(x), config), lengths, config)
+            conv, state = _start(len(x), config)
+            x, _, _ = _recurrent_layer(x, layer, conv, state, lengths, config)
             continue
         g, _ = config.group_of(number)
         group, (cos, sin) = config.groups[g], angles[g]
