@@ -15,6 +15,7 @@ from jaxkv.errors import ConfigError, HandleError
 from jaxkv.persistence import CacheLoaded, CacheSaved, load, save
 from jaxkv.recurrent import refuse
 from jaxkv.results import Reuse
+from jaxkv.windows import refuse_bound
 
 
 class CacheControl(EngineCore):
@@ -113,6 +114,7 @@ class CacheControl(EngineCore):
         """
         refuse(self.config, "a saved cache", "a cache in memory")
         self._memory.begin()
+        refuse_bound(self._memory, "a saved cache")
         return save(self._memory, self._contract, path)
 
     @interruptible
@@ -127,4 +129,5 @@ class CacheControl(EngineCore):
         """
         refuse(self.config, "a saved cache", "a cache in memory")
         self._memory.begin()
+        refuse_bound(self._memory, "a saved cache")
         return load(self._memory, self._contract, path)

@@ -21,6 +21,7 @@ from jaxkv.cache.sequence import (
     EMPTY_SEGMENTS,
     PAGE,
     Sequence,
+    Sight,
     clip,
     frozen,
 )
@@ -45,6 +46,7 @@ from jaxkv.serving.loop import Loop
 from jaxkv.serving.request import ServingConfig
 from jaxkv.tiering import make_tiers
 from jaxkv.typing import Int32
+from jaxkv.windows import bytes_for_pages, refuse_bound
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -75,6 +77,7 @@ class EngineCore:
         num_pages: int | None = None,
         capacity_bytes: int | None = None,
         page_size: int = 16,
+        local_pages: int | None = None,
         chunk_size: int = 512,
         kv_dtype: str | None = None,
         reuse_granularity: Literal["token", "chunk"] = "token",
@@ -97,10 +100,12 @@ class EngineCore:
         if not isinstance(model, Model):
             raise ConfigError(f"model is a {type(model).__name__}, expected what jaxkv.load returns")
         kv_dtype = check_dtype(kv_dtype or model.dtype)
-        self._token_bytes = model.config.kv_bytes_per_token(jnp.dtype(kv_dtype).itemsize)
+        itemsize = jnp.dtype(kv_dtype).itemsize
+        whole = local_pages is None
+        self._token_bytes = max(model.config.kv_bytes_per_token(itemsize, windowed=whole), 1)
         num_pages = check_geometry(
             num_pages=num_pages,
-            capacity_bytes=capacity_bytes,
+            capacity_bytes=bytes_for_pages(model.config, capacity_bytes, local_pages, page_size, itemsize),
             token_bytes=self._token_bytes,
             page_size=page_size,
             chunk_size=chunk_size,
@@ -112,6 +117,7 @@ class EngineCore:
         self.chunk_size = chunk_size
         self.max_deltas = max_deltas
         self._params = model.params
+        self._sight = Sight.of(model.config)
         self._grid = chunk_size if reuse_granularity == "chunk" else 1
         self._prefix_cache = prefix_cache
         tokenizer = model.tokenizer
@@ -147,7 +153,10 @@ class EngineCore:
             quota=self._quota_pages(domain_quota_bytes, page_size),
             tiers=make_tiers(host_tier_bytes, disk_tier, disk_tier_bytes, self._grid),
             states=states,
+            local_pages=local_pages,
         )
+        if self._memory.tiers is not None:
+            refuse_bound(self._memory, "a host or disk tier")
         if serving is not None and not isinstance(serving, ServingConfig):
             raise ConfigError(f"serving is a {type(serving).__name__}, expected jaxkv.ServingConfig")
         self._loop = Loop(
@@ -313,6 +322,7 @@ class EngineCore:
                     grid_length=on_grid // self._grid * self._grid,
                     priority=priority,
                     rotate=work.rotate,
+                    sight=self._sight,
                     logits=result,
                     state=done.state,
                 )
@@ -428,6 +438,7 @@ class EngineCore:
                 grid_length=source.grid_length,
                 priority=source.priority,
                 rotate=source.rotate,
+                sight=source.sight,
                 logits=decoded.logits,
                 state=state if len(decoded.tokens) else source.state,
             )

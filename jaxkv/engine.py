@@ -41,6 +41,7 @@ from jaxkv.revising import Revising
 from jaxkv.stats import Stats, domain_stats, engine_stats
 from jaxkv.trials import Trials
 from jaxkv.typing import Float32
+from jaxkv.windows import resumer
 
 
 class Engine(CacheControl, Batching, Revising):
@@ -51,6 +52,9 @@ class Engine(CacheControl, Batching, Revising):
       num_pages: pages in the pool, 1024 if not given; a page holds `page_size` tokens of every layer.
       capacity_bytes: the pool's size in bytes of KV, instead of `num_pages`.
       page_size: slots in a page, a power of two from 8 to 256.
+      local_pages: pages of layers that see a window, for a model that has such layers: enough for the
+        windows that are in use, docs/families.md says how many. None gives them `num_pages`, which edits
+        that compute in the middle of a text need.
       chunk_size: tokens of one prefill step; a multiple of `page_size`.
       kv_dtype: "float32" or "bfloat16"; the model's dtype when None.
       reuse_granularity: "token" reuses every matching token; "chunk" ends hits on the chunk grid, and
@@ -104,7 +108,9 @@ class Engine(CacheControl, Batching, Revising):
             encode=self.model.tokenizer.encode if self.model.tokenizer else None,
             trial=trials.run,
         )
-        work = plan(policy, sequence, tokens, grid=self._grid, probe=prober)
+        work = plan(
+            policy, sequence, tokens, grid=self._grid, probe=prober, resume=resumer(self._memory, sequence)
+        )
         self._shapes |= prober.shapes
         if work.trial is not None:
             return trials.take(work)
@@ -202,7 +208,8 @@ class Engine(CacheControl, Batching, Revising):
     def read_kv(self, sequence: Sequence) -> KVState:
         """Keys (un-rotated) and values of a sequence, read back to the host in float32."""
         self._require_live(sequence)
-        return read_kv(self._memory.pages, self._memory.pool, sequence, self.config)
+        memory = self._memory
+        return read_kv(memory.pages, memory.pool, sequence, self.config, memory.residency)
 
     @interruptible
     def fork(self, sequence: Sequence) -> Sequence:

@@ -16,6 +16,7 @@ from jaxkv.model.transformer import StepOutput
 from jaxkv.schedule import Placement, coalesce, delta_of, for_shape, make_table, step_input
 from jaxkv.steps import Moves, Pages, relocate, run_step
 from jaxkv.typing import Array, Bool, Int32
+from jaxkv.windows import group_inputs, refuse_bound
 
 MOVE_SLOTS = 1024  # slots of one relocation step: bounds its temporaries
 SCATTERED = 4  # rows a page's worth of moved tokens may take, beyond a block, before they are copied together
@@ -113,7 +114,8 @@ def compute(
         if written.any():
             placement = memory.place(segments, positions[written])
             slots[written] = placement.slots
-        table = make_table(memory.pool, [(extended(attended, placement), rotate)], max_deltas)
+        rows = [(extended(attended, placement), rotate)]
+        table = make_table(memory.pool, rows, max_deltas)
         done = 0
         for count, shape in states.step_sizes(chunk_size):
             part = slice(done, done + count)
@@ -125,12 +127,18 @@ def compute(
                 shape,
                 fitting,
                 drop=drop,
-                groups=len(memory.config.groups),
                 states=states.slots(),
             )
+            shared = step.groups[0]
+            groups = group_inputs(
+                memory, shared.slots, shared.table, rows, [positions[part]], max_deltas=max_deltas
+            )
+            step = step.replace(groups=groups)  # type: ignore[attr-defined]
             out = memory.run(one, step)
             outputs.append((out, count))
             shapes.add(("step", shape, *table.page.shape, fitting.deltas.shape[1], logits, capture))
+            if groups[-1] is not shared:
+                shapes.add(("local", shape, *groups[-1].table.page.shape, groups[-1].table.deltas.shape[1]))
             done += count
         memory.wait([out.logits for out, _ in outputs])
     except BaseException:
@@ -172,6 +180,7 @@ def materialize(memory: Memory, segments: Int32) -> Materialized:
 
 def move_slots(memory: Memory, source: Int32, target: Int32, delta: Int32) -> None:
     """Copies slots, keys rotated by `delta`, i32[n] each, in steps that bound the temporaries."""
+    refuse_bound(memory, "copying KV between slots")
     drop = memory.pool.num_slots
 
     def move(pages: Pages, moves: Moves) -> tuple[Pages, None]:

@@ -17,6 +17,7 @@ from jaxkv.model.sampling import SamplingInput
 from jaxkv.schedule import Placement, for_shape, make_table
 from jaxkv.steps import DecodeInput, DecodeOutput, Pages, decode_many
 from jaxkv.typing import Array, Int32
+from jaxkv.windows import group_inputs
 
 LOOP_STEPS = 32  # tokens of one compiled loop; between loops the host looks whether all rows ended
 
@@ -121,13 +122,17 @@ def decode_batch(
         return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
 
     for number in range(rounds):
+        limit = np.where(stopped, 0, np.minimum(left, steps)).astype(np.int32)
+        part = slots[:, number * steps : (number + 1) * steps]
+        queries = [np.arange(lengths[b], lengths[b] + limit[b], dtype=np.int32) for b in range(batch)]
+        groups = group_inputs(memory, part, table, rows, queries, max_deltas=max_deltas)
         inputs = DecodeInput(
             logits=logits,
             positions=lengths,
-            limits=np.where(stopped, 0, np.minimum(left, steps)).astype(np.int32),
+            limits=limit,
             stop=stop,
-            slots=(slots[:, number * steps : (number + 1) * steps],) * len(memory.config.groups),
-            tables=(table,) * len(memory.config.groups),
+            slots=tuple(group.slots for group in groups),
+            tables=tuple(group.table for group in groups),
             sampling=sampling,
             states=None if states is None else StateInput(read=states[min(number, 1)], write=states[1]),
         )

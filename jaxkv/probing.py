@@ -32,6 +32,7 @@ from jaxkv.reuse.policies import Edit, Policy
 from jaxkv.reuse.policies.base import ranges
 from jaxkv.reuse.probes import Attention, Deviation, Encoded, Probe
 from jaxkv.typing import Array, Bool, Float32, Int32
+from jaxkv.windows import refuse_bound
 
 _PAIRS = 1 << 20  # queries × keys of one attention probe step: bounds its temporaries
 _RIDGE = 1e-6  # of the mean diagonal: keeps the least squares of float32 weights solvable
@@ -186,14 +187,18 @@ def layers_at(depths: tuple[float, ...], config: ModelConfig) -> tuple[int, ...]
 def squared_changes(
     memory: Memory, layer: int, fresh: Places, cached: Places
 ) -> tuple[Float32, Float32, Float32, Float32]:
-    """‖ΔK‖², ‖K‖², ‖ΔV‖², ‖V‖² of tokens at one layer, f32[n] each; keys compared as un-rotated."""
+    """‖ΔK‖², ‖K‖², ‖ΔV‖², ‖V‖² of tokens at one layer, f32[n] each; keys compared as un-rotated.
+
+    Raises:
+      ConfigError: the layer is local and its pages are bounded.
+    """
     count = len(fresh.slots)
     if not count:
         nothing = np.zeros(0, np.float32)
         return nothing, nothing, nothing, nothing
     padded = np.zeros((3, bucket(count, 256)), np.int32)
     padded[:, :count] = fresh.slots, cached.slots, fresh.births - cached.births
-    group, index = memory.config.group_of(layer)
+    group, index = _whole(memory, layer)
     found = _changes(memory.pages[group], jnp.int32(index), *padded, config=memory.config, group=group)
     a, b, c, d = (np.asarray(x)[:count] for x in found)
     return a, b, c, d
@@ -221,12 +226,15 @@ def attention_mass(
       counted: bool[n], by position.
       layer: where the attention is read.
       heads: "max" for the head that attends most, "mean" for all.
+
+    Raises:
+      ConfigError: the layer is local and its pages are bounded.
     """
     config = memory.config
     result = np.zeros(len(queries), np.float32)
     if not len(queries):
         return result, 0.0
-    group, index = config.group_of(layer)
+    group, index = _whole(memory, layer)
     recover = _recovery(params.layers[layer], config=config)
     size = bucket(len(places.slots), 256)
     keys = np.zeros((3, size), np.int32)
@@ -251,6 +259,14 @@ def attention_mass(
     solve = 2 * dim * width * (width + size_q) + 2 * width**3 // 3 + 2 * width**2 * size_q
     attended = np.searchsorted(places.stands, queries, side="right").sum()
     return result, float(solve + 2 * width * size_q * len(queries) + 2 * size_q * int(attended))
+
+
+def _whole(memory: Memory, layer: int) -> tuple[int, int]:
+    """The group of a layer and its index in it, if the group holds the KV of every token."""
+    group, index = memory.config.group_of(layer)
+    if memory.config.groups[group].window:
+        refuse_bound(memory, "looking at cached KV layer by layer")
+    return group, index
 
 
 @struct.dataclass(kw_only=True)

@@ -20,6 +20,7 @@ from jaxkv.reuse.diff import Span
 from jaxkv.reuse.estimate import Calibration, Estimate, Signals, load_calibration
 from jaxkv.reuse.plan import plan_heal
 from jaxkv.signals import read_signals
+from jaxkv.windows import resumer
 
 
 class Revising(EngineCore):
@@ -41,7 +42,7 @@ class Revising(EngineCore):
         self._require_live(sequence)
         refuse(self.config, "healing", "edit(sequence, tokens, Exact()), which resumes at a snapshot")
         count = check_count("tokens", tokens)
-        work = plan_heal(sequence, count, grid=self._grid)
+        work = plan_heal(sequence, count, grid=self._grid, resume=resumer(self._memory, sequence))
         done = heal(
             self._memory,
             self._params,

@@ -207,10 +207,9 @@ def step_input(
     table: PageTable,
     *,
     drop: int,
-    groups: int = 1,
     states: tuple[int, int] | None = None,
 ) -> StepInput:
-    """One row's step, padded to `shape` tokens, the same for all `groups`; slot id `drop` drops a write.
+    """One row's step, padded to `shape` tokens, of one layer group; slot id `drop` drops a write.
 
     `states`: the slots that recurrent layers read and write.
     """
@@ -224,7 +223,7 @@ def step_input(
         tokens=padded[0],
         positions=padded[1],
         lengths=np.array([count], np.int32),
-        groups=(GroupInput(slots=padded[2], table=table),) * groups,
+        groups=(GroupInput(slots=padded[2], table=table),),
         states=None if states is None else _state_input(states),
     )
 

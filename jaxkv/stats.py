@@ -44,6 +44,12 @@ def engine_stats(memory: Memory, counters: Mapping[str, int], shapes: int) -> St
         stats["snapshots"] = len(states.snapshots)
         stats["snapshots_evicted"] = states.snapshots.evicted
         stats["state_bytes"] = states.nbytes  # of one
+    if (held := memory.residency) is not None:
+        stats["local_pages_total"] = held.capacity
+        stats["local_pages_free"] = held.free_count
+        stats["local_pages_evicted"] = held.evicted
+        # Against local layers that keep a page for every one of the pool.
+        stats["local_bytes_saved"] = (pool.num_pages - held.capacity) * memory.local_page_bytes
     if (tiers := memory.tiers) is not None:
         for name in ("spilled", "restored"):
             stats[f"entries_{name}"] = tiers.counts[name]

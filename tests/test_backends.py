@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -59,6 +61,21 @@ def test_a_prompt_on_interpreted_kernels_gets_the_logits_of_the_definition(
     np.testing.assert_allclose(cold.logits, judge.logits(tokens)[-2], atol=tolerance("logits"))
     warm = engine.extend(cold.sequence, tokens[8:])
     np.testing.assert_allclose(warm.logits, judge.logits(tokens)[-1], atol=tolerance("logits"))
+    engine.check()
+
+
+def test_kernels_are_told_of_the_window() -> None:
+    """Nine tokens in a layer that sees four of them, from the kernels that prefill and decode."""
+    model = make_model(dataclasses.replace(CONFIG, layer_types=("local",), window=4))
+    exact = decoder_of(model.params, model.config)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 9)
+    engine = _engine(model, implementation="pallas_tpu", interpret=True, local_pages=4)
+    cold = engine.prefill(tokens[:8])
+    np.testing.assert_allclose(cold.logits, exact.logits(tokens)[-2], atol=tolerance("logits"))
+    warm = engine.extend(cold.sequence, tokens[8:])
+    np.testing.assert_allclose(warm.logits, exact.logits(tokens)[-1], atol=tolerance("logits"))
+    everything = decoder_of(model.params, dataclasses.replace(model.config, layer_types=(), window=0))
+    assert np.abs(everything.logits(tokens)[-1] - exact.logits(tokens)[-1]).max() > 0.1
     engine.check()
 
 

@@ -24,6 +24,7 @@ FLOORS = (
         "carry",
         "results",
         "schedule",
+        "windows",
         "readback",
         "execute",
         "generation",

@@ -25,6 +25,7 @@ class Cause(enum.StrEnum):
     ABSENT = "absent"  # nothing is cached for this domain under this contract
     CONTRACT = "contract"  # the domain's cache is under a contract that differs
     GRANULARITY = "granularity"  # cut back to the chunk grid
+    WINDOW = "window"  # local layers do not hold the window before what is cached from here on
     DISABLED = "disabled"  # the caller asked for no reuse
 
 
@@ -42,6 +43,7 @@ _EXPLANATIONS = {
     Cause.ABSENT: "nothing is cached for this domain under this contract",
     Cause.CONTRACT: "what this domain has cached is under another contract",
     Cause.GRANULARITY: "cut back to the chunk grid at position {at}",
+    Cause.WINDOW: "local layers hold no window to go on from behind position {at}",
     Cause.DISABLED: "reuse was not asked for",
 }
 

@@ -230,10 +230,10 @@ class PrefixIndex(Retention):
         return pin
 
     def peek(self, root: bytes, tokens: Int32, *, limit: int) -> tuple[int, Int32]:
-        """Tokens of a prompt i32[n] that `match` would find, and their pages. Pins and ages nothing."""
+        """Tokens of a prompt i32[n] that `match` would find, and their segments. Pins and ages nothing."""
         path, end = self._walk(root, tokens, tokens[:limit].tobytes())
         length = end.position // self.grid * self.grid
-        return length, rows_along(path, length)[:, PAGE]
+        return length, rows_along(path, length)
 
     def node_at(self, root: bytes, tokens: Int32) -> Node | None:
         """The node in which a text that is cached whole ends, or None. Changes nothing."""

@@ -300,9 +300,10 @@ class ModelConfig:
             mixers += len(self.recurrent_layers) * self.recurrent.params(d)
         return mixers + self.num_layers * (3 * d * self.mlp_dim + norms) + d
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values that one token keeps, over all layers."""
-        return 2 * self.attention_layers * self.num_kv_heads * self.head_dim * itemsize
+    def kv_bytes_per_token(self, itemsize: int, *, windowed: bool = True) -> int:
+        """Bytes of keys and values that one token keeps, over all layers; or without local ones."""
+        layers = self.attention_layers - (0 if windowed else self.types.count("local"))
+        return 2 * layers * self.num_kv_heads * self.head_dim * itemsize
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-serializable form; `from_dict` reads it back.
