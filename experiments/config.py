@@ -13,7 +13,7 @@ import ml_collections
 from experiments.workloads import WORKLOADS
 from experiments.workloads.agent_loop import AGENT_EDITS
 from experiments.workloads.edit_grid import EDITS
-from jaxkv.cache.pages import KV_DTYPES
+from jaxkv.cache.dtypes import check_dtype
 from jaxkv.checks import check_geometry
 from jaxkv.errors import ConfigError, nearest
 from jaxkv.reuse.policies import policy_from_name
@@ -86,7 +86,7 @@ class ExperimentConfig:
     moves: tuple[int, ...] = (256,)  # consecutive edits of a drift case
     items: int = 12  # recall and residue: items at each distance
     distances: tuple[int, ...] = (0, 250, 1000)  # recall and residue: tokens from a fact to its dependent
-    kv_dtypes: tuple[str, ...] = ("model",)  # drift: dtypes of the pages; "model" is the model's own
+    kv_dtype: tuple[str, ...] = ("model",)  # dtypes of the pages, each measured; "model" is the model's own
 
     policies: tuple[str, ...] = (
         "exact",
@@ -127,8 +127,8 @@ class ExperimentConfig:
         for edit in self.edits:
             if self.workload in ("edit_grid", "agent_loop") and edit not in _DEFAULT_EDITS:
                 _one_of("edits", edit, known)
-        for dtype in self.kv_dtypes:
-            _one_of("kv_dtypes", dtype, ("model", *KV_DTYPES))
+        for dtype in self.kv_dtype:
+            check_dtype(dtype, "config.kv_dtype", also=("model",))
         for position in self.positions:
             if not 0 <= position <= 1:
                 raise ConfigError(f"config.positions holds {position}, expected shares from 0 to 1")
@@ -137,7 +137,7 @@ class ExperimentConfig:
             for x in value if isinstance(value, tuple) else (value,):
                 if x < least:
                     raise ConfigError(f"config.{name} is {x}, expected at least {least}")
-        for name in ("context", "edits", "positions", "sizes", "policies", "moves", "distances", "kv_dtypes"):
+        for name in ("context", "edits", "positions", "sizes", "policies", "moves", "distances", "kv_dtype"):
             value = getattr(self, name)
             if not value:
                 raise ConfigError(f"config.{name} is empty, expected at least one value")

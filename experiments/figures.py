@@ -26,6 +26,8 @@ class Reference:
     attention: Float32 | None  # f32[L, T, N*H], of the last turn
     greedy: Int32 | None
     bare: Float32 | None  # f32[V], the answer to a task's question without its context
+    # As `logits`, over float32 pages; None where a case does not choose its pages' dtype.
+    wide: tuple[Float32, ...] | None = None
 
 
 def describe(case: Case, policy: str) -> Record:
@@ -48,7 +50,8 @@ def describe(case: Case, policy: str) -> Record:
 def compare(case: Case, reference: Reference, logits: list[Float32]) -> Record:
     """Divergence over all tokens of all measured turns."""
     texts = [t.continuation for t in case.turns if len(t.continuation)]
-    found = divergence(np.concatenate(reference.logits), np.concatenate(logits), np.concatenate(texts))
+    text = np.concatenate(texts)
+    found = divergence(np.concatenate(reference.logits), np.concatenate(logits), text)
     last = -1
     if not case.before:
         last = int(case.distances(np.array([len(case.new)], np.int32))[0])
@@ -56,6 +59,23 @@ def compare(case: Case, reference: Reference, logits: list[Float32]) -> Record:
         "divergence": found.to_dict(),
         "kl_tokens": [float(f"{x:.6g}") for x in found.kl_tokens],
         "distance": last if last >= 0 else None,  # of the first continuation token, from the seam
+        "pages": _pages(reference, logits, text),
+    }
+
+
+def _pages(reference: Reference, logits: list[Float32], text: Int32) -> Any:
+    """What storing KV in the pages' dtype does by itself, and what it does together with reuse."""
+    if reference.wide is None:
+        return None
+    wide = np.concatenate(reference.wide)
+    alone = divergence(wide, np.concatenate(reference.logits), text)
+    both = divergence(wide, np.concatenate(logits), text)
+    return {
+        "kl": alone.kl.mean,  # KL(exact over float32 pages ‖ exact over these pages), nats a token
+        "top1": alone.top1_agreement,
+        "delta_nll": alone.delta_nll,
+        "with_reuse_kl": both.kl.mean,  # KL(exact over float32 pages ‖ this answer)
+        "with_reuse_top1": both.top1_agreement,
     }
 
 

@@ -20,6 +20,7 @@ from experiments.figures import (
     task_figures,
 )
 from experiments.records import NOISE, Record
+from jaxkv.cache.dtypes import kv_token_bytes
 from jaxkv.cache.sequence import Sequence
 from jaxkv.divergence import divergence
 from jaxkv.engine import Engine
@@ -52,6 +53,8 @@ class Bench:
         pages = 6 * (math.ceil(longest / config.page_size) + 2)
         self._model, self._config, self._pages = model, config, config.num_pages or pages
         self._engines: dict[str, Engine] = {}
+        self._wide: Engine | None = None  # float32 pages for one sequence, to judge the other dtypes by
+        self._wide_pages = config.num_pages or math.ceil(longest / config.page_size) + 2
         self._old: tuple[str, Int32, Sequence] | None = None
         self._exact: Sequence | None = None  # the answer of the case at hand
         self._rotation: dict[tuple[str, tuple[Span, ...]], float] = {}
@@ -78,27 +81,38 @@ class Bench:
         engine = self._engine(case)
         self._exact = None
         self._rotation.clear()
-        logits = []
-        for turn in case.before:
-            if len(turn.continuation):
-                sequence = engine.prefill(turn.new, reuse=False).sequence
-                logits.append(np.asarray(engine.score(sequence, turn.continuation)))
-                engine.release(sequence)
-        sequence, text = engine.prefill(case.new, reuse=False).sequence, case.continuation
-        self._exact = sequence
-        logits.append(np.asarray(engine.score(sequence, text)))
+        logits, sequence = _exact_answers(engine, case)
+        self._exact, text = sequence, case.continuation
         bare = None
         if case.task is not None and case.task.kind == "recall":
             asked = engine.prefill(text[:-1], reuse=False)
             bare = np.asarray(asked.logits)
             engine.release(asked.sequence)
         return Reference(
-            logits=tuple(logits),
+            logits=logits,
+            wide=self._float32(case),
             state=engine.read_kv(sequence) if layers else None,
             attention=engine.attention_outputs(sequence, text) if layers else None,
             greedy=self._greedy(engine, sequence),
             bare=bare,
         )
+
+    def _float32(self, case: Case) -> tuple[Float32, ...] | None:
+        """The exact answers over float32 pages, where a case chooses others."""
+        if case.kv_dtype in ("", "float32"):
+            return None
+        if self._wide is None:
+            self._wide = Engine(
+                self._model,
+                num_pages=self._wide_pages,
+                page_size=self._config.page_size,
+                chunk_size=self._config.chunk_size,
+                kv_dtype="float32",
+                prefix_cache=False,
+            )
+        logits, sequence = _exact_answers(self._wide, case)
+        self._wide.release(sequence)
+        return logits
 
     def noise(self, case: Case, reference: Reference) -> Record:
         """Exact against exact under another chunking: what rounding alone does.
@@ -118,7 +132,8 @@ class Bench:
         finally:
             engine.release(whole)
         case = dataclasses.replace(case, before=())
-        reference = dataclasses.replace(reference, logits=reference.logits[-1:])
+        wide = None if reference.wide is None else reference.wide[-1:]
+        reference = dataclasses.replace(reference, logits=reference.logits[-1:], wide=wide)
         return {"status": "ok", **describe(case, NOISE), **compare(case, reference, [logits])}
 
     def policy(self, case: Case, name: str, reference: Reference) -> Record:
@@ -149,6 +164,7 @@ class Bench:
                 "status": "ok",
                 **describe(case, name),
                 "kind": result.reuse.kind,
+                "kv_token_bytes": kv_token_bytes(engine.config, engine.contract.kv_dtype),
                 **compare(case, reference, logits),
                 **_totals(turns, result),
                 "layers": self._layers(engine, case, result.sequence, reference),
@@ -264,6 +280,19 @@ class Bench:
         if not result.reuse.relocated:
             return None  # nothing is kept that could be stale: controls, and corrections by message
         return dataclasses.asdict(engine.signals(source, result))
+
+
+def _exact_answers(engine: Engine, case: Case) -> tuple[tuple[Float32, ...], Sequence]:
+    """Logits f32[T, V] of each measured turn from a fresh prefill, and the last turn's sequence, held."""
+    logits = []
+    for turn in case.before:
+        if len(turn.continuation):
+            sequence = engine.prefill(turn.new, reuse=False).sequence
+            logits.append(np.asarray(engine.score(sequence, turn.continuation)))
+            engine.release(sequence)
+    sequence = engine.prefill(case.new, reuse=False).sequence
+    logits.append(np.asarray(engine.score(sequence, case.continuation)))
+    return tuple(logits), sequence
 
 
 def failure(case: Case, policy: str, error: Exception) -> Record:

@@ -12,6 +12,7 @@ Beneath `Engine` the pure functions work without it: `prefill`, `decode`, `decod
 
 from jaxkv.cache.contract import CacheContract
 from jaxkv.cache.domain import Domain
+from jaxkv.cache.dtypes import kv_token_bytes
 from jaxkv.cache.eviction import LFU, LRU, TTL, CostPerByte, EvictionPolicy, Priority
 from jaxkv.cache.match import Cause, Match, MatchEnd
 from jaxkv.cache.pages import KVPages, make_pages
@@ -164,6 +165,7 @@ __all__ = [
     "enable_compilation_cache",
     "forward_dense",
     "init_params",
+    "kv_token_bytes",
     "layer_divergence",
     "load",
     "make_pages",

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache.contract import CacheContract, describe
 from jaxkv.cache.domain import Domain, as_domain
+from jaxkv.cache.dtypes import check_dtype, kv_token_bytes, scale_format
 from jaxkv.cache.eviction import LRU, EvictionPolicy, check_policy
 from jaxkv.cache.match import Cause, MatchEnd
-from jaxkv.cache.pages import check_dtype
 from jaxkv.cache.sequence import (
     EMPTY_SEGMENTS,
     PAGE,
@@ -100,12 +99,11 @@ class EngineCore:
         if not isinstance(model, Model):
             raise ConfigError(f"model is a {type(model).__name__}, expected what jaxkv.load returns")
         kv_dtype = check_dtype(kv_dtype or model.dtype)
-        itemsize = jnp.dtype(kv_dtype).itemsize
         whole = local_pages is None
-        self._token_bytes = max(model.config.kv_bytes_per_token(itemsize, windowed=whole), 1)
+        self._token_bytes = max(kv_token_bytes(model.config, kv_dtype, windowed=whole), 1)
         num_pages = check_geometry(
             num_pages=num_pages,
-            capacity_bytes=bytes_for_pages(model.config, capacity_bytes, local_pages, page_size, itemsize),
+            capacity_bytes=bytes_for_pages(model.config, capacity_bytes, local_pages, page_size, kv_dtype),
             token_bytes=self._token_bytes,
             page_size=page_size,
             chunk_size=chunk_size,
@@ -125,6 +123,7 @@ class EngineCore:
             weights_digest=model.weights_digest,
             architecture=describe(model.config),
             kv_dtype=kv_dtype,
+            scale_format=scale_format(kv_dtype),
             chunk_grid=self._grid,
             tokenizer_digest=tokenizer.digest if tokenizer else "",
             template_digest=tokenizer.template_digest if tokenizer else "",

@@ -56,7 +56,8 @@ class Engine(CacheControl, Batching, Revising):
         windows that are in use, docs/families.md says how many. None gives them `num_pages`, which edits
         that compute in the middle of a text need.
       chunk_size: tokens of one prefill step; a multiple of `page_size`.
-      kv_dtype: "float32" or "bfloat16"; the model's dtype when None.
+      kv_dtype: "float32", "bfloat16", or quantized, "int8" or "float8_e4m3fn" (docs/quantized.md); the
+        model's dtype when None.
       reuse_granularity: "token" reuses every matching token; "chunk" ends hits on the chunk grid, and
         then logits of a warm run equal those of a cold one bit for bit.
       max_deltas: distinct distances that a view may hold (0 included) before it is materialized.

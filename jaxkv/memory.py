@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxkv.cache.contract import PUBLIC, CacheContract
 from jaxkv.cache.domain import Domain
+from jaxkv.cache.dtypes import kv_token_bytes
 from jaxkv.cache.eviction import LRU, CostPerByte, EvictionPolicy
 from jaxkv.cache.match import Cause, Match, MatchEnd
 from jaxkv.cache.metrics import Metrics
@@ -94,9 +95,8 @@ class Memory:
         self.residency = self._make_residency(num_pages, page_size)
         # What shortens a match to where every layer can go on: objects with a cause and a resume_point.
         self.resumes: list[ResumePoint] = [] if self.residency is None else [self.residency]
-        itemsize = jax.numpy.dtype(kv_dtype).itemsize
         whole = self.residency is None
-        every, unbounded = (config.kv_bytes_per_token(itemsize, windowed=each) for each in (True, False))
+        every, unbounded = (kv_token_bytes(config, kv_dtype, windowed=each) for each in (True, False))
         self.page_bytes = max(page_size * (every if whole else unbounded), 1)
         self.local_page_bytes = page_size * (every - unbounded)
         self.metrics = Metrics()
@@ -150,11 +150,10 @@ class Memory:
                 for group in self.config.groups
             )
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            per_token = self.config.kv_bytes_per_token(np.dtype(np.float32).itemsize)
-            size = self.pool.num_pages * self.pool.page_size * per_token / 2**30
+            size = self.pool.num_pages * self.page_bytes / 2**30
             raise CapacityError(
-                f"num_pages is {self.pool.num_pages}, about {size:,.1f} GiB in float32, expected a pool "
-                "that fits the device's memory"
+                f"num_pages is {self.pool.num_pages}, about {size:,.1f} GiB in {self.kv_dtype}, expected a "
+                "pool that fits the device's memory"
             ) from error
         if self.poison:
             pages = tuple(poison_pages(group, np.arange(group.num_pages, dtype=np.int32)) for group in pages)

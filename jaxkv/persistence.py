@@ -126,10 +126,10 @@ def _by_worth(memory: Memory, base: CacheContract) -> Iterator[Node]:
 
 
 def _block(entries: list[Entry]) -> cache_files.Tree:
-    groups = range(len(entries[0].kv))
+    blocks = range(len(entries[0].kv))
     return {
         "tokens": np.concatenate([np.frombuffer(e.run, np.int32) for e in entries]),
-        **{f"kv{g}": np.concatenate([e.kv[g] for e in entries], axis=1) for g in groups},
+        **{f"kv{g}": np.concatenate([e.kv[g] for e in entries], axis=1) for g in blocks},
     }
 
 
@@ -198,13 +198,14 @@ def _take(
     parent = nodes.get(row["parent"])
     if row["parent"] >= 0 and (parent is None or parent.parent is None):
         return NO_PREFIX
+    expected = shapes(memory.pages, row["end"] - row["start"])
     before = b"" if parent is None else text_to(parent)[: TOKEN_BYTES * row["start"]]
     text = before + np.ascontiguousarray(block["tokens"][part]).tobytes()
-    kv = tuple(np.ascontiguousarray(block[f"kv{g}"][:, part]) for g in range(len(memory.pages)))
+    kv = tuple(np.ascontiguousarray(block[f"kv{g}"][:, part]) for g in range(len(expected)))
     entry = Entry(contract, text, row["start"], kv, bytes.fromhex(row["digest"]))
     if entry.end != row["end"] or not entry.verify():
         raise FormatError(f"entry {number} does not have the digest it claims: save the cache again")
-    if tuple(b.shape for b in kv) != shapes(memory.pages, entry.end - entry.start):
+    if tuple(b.shape for b in kv) != expected:
         raise FormatError(f"entry {number} has KV of another shape than the model's: save the cache again")
     match = memory.index.match(contract.digest(), entry.tokens)
     try:

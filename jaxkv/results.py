@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache.match import MatchEnd
@@ -103,7 +102,7 @@ def report(
             causes=causes,
             beyond_prompt={LAST: (last, [len(positions)])} if refreshed else None,
             probe_flops=work.probe_flops,
-            itemsize=jnp.dtype(sequence.contract.kv_dtype).itemsize,
+            kv_dtype=sequence.contract.kv_dtype,
             moved=moved,
         ),
         timings=timings,

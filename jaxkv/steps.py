@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxkv.cache.pages import KVPages, read_slots, write_slots
+from jaxkv.cache.pages import KVPages, copy_slots
 from jaxkv.cache.states import Pages, StatePool, kv_groups, spent
 from jaxkv.cache.table import GroupInput, PageTable, StateInput, StepInput
 from jaxkv.errors import HandleError, RelocationError
@@ -212,13 +212,14 @@ def _relocate_group(
     # R(-d) is R(d) transposed: cosine even, sine odd. Tables start at position 0.
     cos, sin = rope_angles(jnp.abs(moves.delta), rope, config.max_positions)
     cos, sin = cos[:, None], (sin * jnp.sign(moves.delta).astype(jnp.float32)[:, None])[:, None]
-    head_dim, append = config.head_dim, append_of(backend)
+    append = append_of(backend)
+
+    def turn(keys: Array) -> Array:
+        # No magnitude here: YaRN's factor went into the key at birth.
+        return rotate(keys, cos, sin)
 
     def copy_layer(layer: Array, pages: KVPages) -> KVPages:
-        rows = read_slots(pages, layer, moves.source).astype(jnp.float32)
-        # No magnitude here: YaRN's factor went into the key at birth.
-        keys = rotate(rows[..., :head_dim], cos, sin)
-        return write_slots(pages, layer, moves.target, keys, rows[..., head_dim:], append)
+        return copy_slots(pages, layer, moves.source, moves.target, turn, append)
 
     layers = pages.kv.shape[0] // pages.num_pages
     moved: KVPages = jax.lax.fori_loop(0, layers, copy_layer, pages)
@@ -243,6 +244,8 @@ def relocate(
     """Copies slots of every layer with K' = R(delta) K, V' = V, in float32. Donates `pages`.
 
     R is that of the layer's group: local and global layers may turn at different frequencies.
+    Quantized keys are dequantized, turned and quantized once; what quantized values are is copied as it is.
+
     The literal form of Suffix Cache Reuse (arXiv 2609.37725 §4.3), and the reference for the view form.
     Sources and targets must not overlap.
 

@@ -1,7 +1,7 @@
 """KV between the pool and the host, slot by slot: how entries leave the device and come back.
 
-On the host a block is storage[L, n, K, 2H], bfloat16 as its bits, so that it reads the same on every
-platform.
+On the host a block is storage[L, n, K, 2H], bfloat16 and float8 as their bits, so that it reads the same on
+every platform. Behind the block of a quantized group stands that of its scales, f32[L, n, K, 2].
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxkv.steps import Pages
 from jaxkv.typing import Array, Int32
 
 STEP_SLOTS = 1024  # slots of one transfer: bounds its temporaries
+_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 
 
 def _rows(group: KVPages, slots: Array) -> tuple[Array, Array]:
@@ -29,35 +30,41 @@ def _rows(group: KVPages, slots: Array) -> tuple[Array, Array]:
     return jnp.where(page < group.num_pages, rows, group.kv.shape[0]), offset
 
 
+def _arrays(group: KVPages) -> tuple[Array, ...]:
+    """What a group stores: its numbers, and its scales if it has any."""
+    return (group.kv,) if group.scale is None else (group.kv, group.scale)
+
+
 @jax.jit
 def _gather(pages: Pages, slots: Array) -> tuple[Array, ...]:
     blocks = []
     for group in pages:
         rows, offset = _rows(group, slots)
-        blocks.append(group.kv.at[rows, :, offset].get(mode="clip"))
+        blocks += [array.at[rows, :, offset].get(mode="clip") for array in _arrays(group)]
     return tuple(blocks)
 
 
 @functools.partial(jax.jit, donate_argnames=("pages",))
 def _scatter(pages: Pages, slots: Array, blocks: tuple[Array, ...]) -> Pages:
-    written = []
-    for group, block in zip(pages, blocks, strict=True):
+    written, left = [], list(blocks)
+    for group in pages:
         rows, offset = _rows(group, slots)
-        kv = group.kv.at[rows, :, offset].set(block, mode="drop")
-        written.append(group.replace(kv=kv))
+        new = [a.at[rows, :, offset].set(left.pop(0), mode="drop") for a in _arrays(group)]
+        scale = new[1] if len(new) > 1 else None
+        written.append(group.replace(kv=new[0], scale=scale))  # type: ignore[attr-defined]
     return tuple(written)
 
 
 def read(pages: Pages, slots: Int32) -> tuple[Block, ...]:
-    """Copies slots i32[n] of every layer to the host: per group storage[L, n, K, 2H]."""
-    parts: list[list[Block]] = [[] for _ in pages]
+    """Copies slots i32[n] of every layer to the host: per group storage[L, n, K, 2H], and its scales."""
+    parts: list[list[Block]] = [[] for group in pages for _ in _arrays(group)]
     for start in range(0, len(slots), STEP_SLOTS):
         part = slots[start : start + STEP_SLOTS]
         padded = np.zeros(bucket(len(part), 64), np.int32)
         padded[: len(part)] = part
         for found, block in zip(parts, _gather(pages, padded), strict=True):
             values = np.asarray(block)[:, : len(part)]
-            found.append(values.view(np.uint16) if values.dtype == jnp.bfloat16 else values)
+            found.append(values.view(_BITS.get(values.dtype.name, values.dtype)))
     return tuple(np.concatenate(found, axis=1) for found in parts)
 
 
@@ -69,17 +76,19 @@ def write(pages: Pages, slots: Int32, blocks: tuple[Block, ...]) -> tuple[Pages,
         padded = np.full(bucket(count, 64), pages[0].num_slots, np.int32)
         padded[:count] = slots[part]
         fitting = []
-        for group, block in zip(pages, blocks, strict=True):
+        arrays = [array for group in pages for array in _arrays(group)]
+        for array, block in zip(arrays, blocks, strict=True):
             raw = np.zeros((block.shape[0], len(padded), *block.shape[2:]), block.dtype)
             raw[:, :count] = block[:, part]
-            fitting.append(raw.view(group.kv.dtype) if raw.dtype != group.kv.dtype else raw)
+            fitting.append(raw.view(array.dtype) if raw.dtype != array.dtype else raw)
         pages = _scatter(pages, padded, tuple(fitting))
     return pages, None
 
 
 def shapes(pages: Pages, tokens: int) -> tuple[tuple[int, ...], ...]:
-    """What the blocks of `tokens` tokens must have, by group."""
+    """What the blocks of `tokens` tokens must have, in the order of `read`."""
     return tuple(
-        (group.kv.shape[0] // group.num_pages, tokens, group.kv.shape[1], group.kv.shape[3])
+        (group.kv.shape[0] // group.num_pages, tokens, group.kv.shape[1], array.shape[3])
         for group in pages
+        for array in _arrays(group)
     )

@@ -56,6 +56,11 @@ def compiling_for(platform: str) -> Iterator[None]:
         _platform.reset(token)
 
 
+def platform() -> str:
+    """The platform that operations are traced for: this process's own, or that of `compiling_for`."""
+    return _platform.get() or jax.default_backend()
+
+
 def check_implementation(implementation: str) -> None:
     """Raises ValueError for a name that is not in IMPLEMENTATIONS."""
     if implementation not in IMPLEMENTATIONS:
@@ -64,13 +69,13 @@ def check_implementation(implementation: str) -> None:
         )
 
 
-def resolve(implementation: str, operation: str, platform: str) -> tuple[str, ...]:
+def resolve(implementation: str, operation: str, on: str) -> tuple[str, ...]:
     """Names of the implementations to try for an operation on a platform, in order.
 
     Args:
       implementation: one of IMPLEMENTATIONS.
       operation: "decode", "prefill", "append" or "relocate_pages".
-      platform: "cpu", "tpu" or "gpu".
+      on: the platform, "cpu", "tpu" or "gpu".
 
     Raises:
       ValueError: unknown implementation.
@@ -78,7 +83,7 @@ def resolve(implementation: str, operation: str, platform: str) -> tuple[str, ..
     """
     check_implementation(implementation)
     if implementation == "auto":
-        tried = [name for name in PREFERRED.get(platform, ()) if (name, operation) in MODULES]
+        tried = [name for name in PREFERRED.get(on, ()) if (name, operation) in MODULES]
         return (*tried, "xla")
     if (implementation, operation) in BY_XLA:
         return ("xla",)
@@ -94,15 +99,15 @@ def run(operation: str, name: str, implementation: str, interpret: Any, *args: A
       ValueError: unknown implementation.
       NotImplementedError: a forced implementation cannot run these arguments, or cannot run here.
     """
-    platform = _platform.get() or jax.default_backend()
+    on = platform()
     forced = implementation != "auto"
-    for candidate in resolve(implementation, operation, platform):
+    for candidate in resolve(implementation, operation, on):
         if candidate == "xla":
             break
         needs = PLATFORMS[candidate]
-        if needs != platform and not interpret:
+        if needs != on and not interpret:
             raise NotImplementedError(
-                f"implementation {candidate!r} needs a {needs.upper()}, found {platform}: "
+                f"implementation {candidate!r} needs a {needs.upper()}, found {on}: "
                 "choose 'auto' or 'xla', or set interpret"
             )
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import reference
 from reference import Decoder, decoder_of
 from tiny import VOCAB, make_model
 from tolerances import tolerance
@@ -14,6 +16,7 @@ from tolerances import tolerance
 import jaxkv
 from jaxkv.errors import ConfigError
 from jaxkv.model.backend import Backend
+from pallas_kernels import dispatch
 
 # Kernels take heads of 64 and up.
 CONFIG = jaxkv.ModelConfig(
@@ -100,6 +103,45 @@ def test_generation_and_edits_on_interpreted_kernels_are_those_of_xla(
         assert found.reuse.relocated == same.reuse.relocated > 0
         np.testing.assert_allclose(found.logits, same.logits, atol=atol)
     engine.check()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "store"), [("int8", reference.stored_int8), ("float8_e4m3fn", reference.stored_float8)]
+)
+def test_quantized_pages_on_interpreted_tpu_kernels(
+    dtype: str, store: Any, wide: jaxkv.Model, judge: Decoder
+) -> None:
+    """Written by the append kernel, read by prefill and decode: scales go with the pages everywhere."""
+    tokens = np.random.default_rng(2).integers(0, VOCAB, 9)
+    logits = dataclasses.replace(judge, store=store).logits(tokens)
+    atol = tolerance("logits_pages", "bfloat16")  # TPU kernels round queries over narrow pages
+    engine = _engine(wide, implementation="pallas_tpu", interpret=True, kv_dtype=dtype)
+    cold = engine.prefill(tokens[:8])
+    np.testing.assert_allclose(cold.logits, logits[-2], atol=atol)
+    warm = engine.extend(cold.sequence, tokens[8:])
+    np.testing.assert_allclose(warm.logits, logits[-1], atol=atol)
+    # One layer: what it stores does not depend on how attention rounds.
+    plain = _engine(wide, implementation="xla", kv_dtype=dtype)
+    stored, expected = engine.read_kv(warm.sequence), plain.read_kv(plain.prefill(tokens).sequence)
+    np.testing.assert_array_equal(stored.keys, expected.keys)
+    np.testing.assert_array_equal(stored.values, expected.values)
+    engine.check()
+
+
+def test_a_kernel_without_quantized_pages_is_refused_when_forced_and_passed_over_by_auto(
+    wide: jaxkv.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.random.default_rng(3).integers(0, VOCAB, 9)
+    forced = _engine(wide, implementation="triton", interpret=True, kv_dtype="int8")
+    first = forced.prefill(tokens[:8]).sequence
+    with pytest.raises(ConfigError, match=r"can't run this model: the Triton kernel reads .* found int8"):
+        forced.extend(first, tokens[8:])
+    forced.check()
+    monkeypatch.setitem(dispatch.PREFERRED, jax.default_backend(), ("triton",))
+    auto = _engine(wide, implementation="auto", interpret=True, kv_dtype="int8")
+    plain = _engine(wide, implementation="xla", kv_dtype="int8")
+    found, expected = (e.extend(e.prefill(tokens[:8]).sequence, tokens[8:]).logits for e in (auto, plain))
+    np.testing.assert_allclose(found, expected, atol=tolerance("logits"))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ YARN = jaxkv.RopeConfig(
     rotary_dim=16, scaling="yarn", factor=4.0, original_max_positions=64, magnitude=1.1386
 )
 PARTIAL = jaxkv.RopeConfig(theta=10_000.0, rotary_dim=8)
+DTYPES = ["float32", "bfloat16", "int8", "float8_e4m3fn"]
 FORMS = {
     "view": SCR(min_span=8, tail=0),
     "copy": SCR(form="copy", min_span=8, tail=0),
@@ -59,7 +60,7 @@ def check_moves(engine: jaxkv.Engine, text: Text, moves: int) -> None:
     assert composed[-1] > moves**0.5 / 4 * max(copy), "independent roundings add up as a square root"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES[:3])
 def test_40_moves_cost_no_more_than_one(make_engine: Engines, text: Text, dtype: str) -> None:
     """CASE 25: the view keeps every bit, the copy rounds once, only the control that composes drifts."""
     engine = make_engine(kv_dtype=dtype, prefix_cache=False, poison_free_pages=False)
@@ -67,7 +68,7 @@ def test_40_moves_cost_no_more_than_one(make_engine: Engines, text: Text, dtype:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_256_moves_cost_no_more_than_one(make_engine: Engines, text: Text, dtype: str) -> None:
     """CASE 25, and the gate of the evaluation: K error after 256 moves is at most 1.1 times that of one."""
     engine = make_engine(kv_dtype=dtype, prefix_cache=False, poison_free_pages=False)

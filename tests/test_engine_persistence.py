@@ -31,7 +31,7 @@ def same_bits(a: Any, b: Any) -> None:
     np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32))
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_a_loaded_cache_answers_bit_by_bit_like_the_saved_one(
     make_engine: Engines, text: Text, tmp_path: Path, kv_dtype: str
 ) -> None:

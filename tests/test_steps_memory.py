@@ -20,6 +20,7 @@ from jaxkv.model.sampling import SamplingInput
 
 B, P, POOL_BYTES = 2, 16, 64 << 20
 CONFIG = tiny_config()
+QUANTIZED = ("int8", "float8_e4m3fn")
 
 
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -35,7 +36,8 @@ def abstract_pages(dtype: str) -> jaxkv.KVPages:
     page_bytes = CONFIG.num_layers * 2 * P * 32 * storage.itemsize
     pages = POOL_BYTES // page_bytes
     kv = jax.ShapeDtypeStruct((CONFIG.num_layers * pages, 2, P, 32), storage)
-    return jaxkv.KVPages(kv=kv, num_pages=pages, dtype=dtype)
+    scale = f32(*kv.shape[:3], 2) if dtype in QUANTIZED else None
+    return jaxkv.KVPages(kv=kv, scale=scale, num_pages=pages, dtype=dtype)
 
 
 def abstract_table(deltas: int) -> jaxkv.PageTable:
@@ -78,25 +80,28 @@ def lower_relocate(pages: jaxkv.KVPages) -> Any:
     return steps._relocate.lower((pages,), (moves,), config=CONFIG)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *QUANTIZED])
 @pytest.mark.parametrize("lower", [lower_step, lower_decode_many, lower_relocate])
 def test_pages_are_updated_in_place(lower: Callable[[Any], Any], dtype: str) -> None:
     pages = abstract_pages(dtype)
     pool = pages.kv.size * pages.kv.dtype.itemsize
     assert pool == POOL_BYTES
+    if pages.scale is not None:
+        pool += pages.scale.size * 4
     memory = lower(pages).compile().memory_analysis()
     assert memory.alias_size_in_bytes == pool
     assert memory.temp_size_in_bytes < pool // 16
 
 
 def test_pages_of_every_kind_are_described_by_their_contract() -> None:
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", *QUANTIZED):
         pages = jaxkv.make_pages(CONFIG, CONFIG.groups[0], num_pages=4, page_size=8, dtype=dtype)
         assert pages.page_size == 8
         assert pages.num_slots == 32
         assert pages.dtype == dtype
         assert not np.asarray(pages.kv).any()
-        assert len(dataclasses.fields(pages)) == 3
+        assert (pages.scale is not None) == (dtype in QUANTIZED)
+        assert len(dataclasses.fields(pages)) == 4
     with pytest.raises(jaxkv.ConfigError, match=r"kv_dtype is 'bfloat61'.*bfloat16"):
         jaxkv.make_pages(CONFIG, CONFIG.groups[0], num_pages=4, page_size=8, dtype="bfloat61")
     with pytest.raises(jaxkv.ConfigError, match="num_pages is 0"):

@@ -138,6 +138,15 @@ def steps(
     return result
 
 
+def pages_columns(records: list[Record]) -> dict[str, Any]:
+    """What the pages' dtype does by itself, and together with reuse, on the cases that chose one."""
+    found = [r["pages"] for r in records if r.get("pages")]
+    return {
+        "pages_kl": mean_of(p["kl"] for p in found),
+        "with_pages_kl": mean_of(p["with_reuse_kl"] for p in found),
+    }
+
+
 def healing(records: list[Record]) -> tuple[tuple[float, float], ...]:
     """Mean KL by the share of stale tokens that was healed, over cases that were."""
     points: dict[float, list[float]] = {}

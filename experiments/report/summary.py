@@ -17,11 +17,13 @@ from experiments.report.columns import (
     differences,
     healing,
     mean_of,
+    pages_columns,
     recovery_by_distance,
     rotation_columns,
     steps,
     task_columns,
 )
+from experiments.report.pages import PagesRow, pages_rows
 from jaxkv.divergence import DISTANCE_BINS, bootstrap_interval, by_distance, standard_error
 
 BIN_LABELS = (
@@ -92,6 +94,8 @@ class PolicyRow:
     residue_logprob: float  # its log-probability, minus that under exact, nats
     residue_said: float  # share of deleted secrets that are said
     twin_kl: float  # KL between the answers of two pasts of the same text, nats
+    pages_kl: float  # KL(exact over float32 pages ‖ exact over the pages' dtype); nan where none was chosen
+    with_pages_kl: float  # KL(exact over float32 pages ‖ this policy over the pages' dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +116,7 @@ class Summary:
     healing: dict[str, tuple[tuple[float, float], ...]]  # policy -> (healed share, mean KL)
     recovery: dict[str, dict[str, float]]  # policy -> "way, distance" -> margin recovery
     chosen: dict[str, dict[str, int]]  # policy that chooses -> what it chose -> cases
+    pages: tuple[PagesRow, ...]  # by dtype of the pages and policy; empty where no case chose another
     failures: tuple[tuple[str, str, str], ...]  # case, policy, error
 
     def row(self, policy: str) -> PolicyRow | None:
@@ -149,6 +154,7 @@ def summarize(records: Sequence[Record], policies: Sequence[str]) -> Summary:
         healing={p: points for p in finished if (points := healing(of[p]))},
         recovery={p: r for p in finished if p != plain and (r := recovery_by_distance(of[p], stale))},
         chosen={p: c for p in finished if (c := _chosen(p, of[p]))},
+        pages=pages_rows({p: of[p] for p in finished}),
         failures=tuple((r["case"], r["policy"], r["error"]) for r in failed),
     )
 
@@ -225,6 +231,7 @@ def _row(
         **differences(records, exact, stale),
         **rotation_columns(records),
         **task_columns(records, stale),
+        **pages_columns(records),
     )
 
 

@@ -27,6 +27,9 @@ def print_summary(summary: Summary, model: str, path: Path, console: Console) ->
                 f"{figure(summary.noise)} nats{equal}. ± is the standard error over cases.",
                 highlight=False,
             )
+    if summary.pages:
+        console.print()
+        console.print(_pages(summary))
     if summary.failures:
         count = len(summary.failures)
         case, policy, error = summary.failures[0]
@@ -39,6 +42,30 @@ def print_summary(summary: Summary, model: str, path: Path, console: Console) ->
         )
     console.print(f"Report: {path / 'report.html'}", highlight=False, soft_wrap=True)
     console.print(f"Run directory: {path}", highlight=False, soft_wrap=True)
+
+
+def _pages(summary: Summary) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    for name in ("pages", "policy"):
+        table.add_column(name, no_wrap=True)
+    for name in ("bytes", "dtype KL", "reuse KL", "both KL", "top-1"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in summary.pages:
+        table.add_row(
+            row.dtype,
+            row.policy,
+            f"{row.token_bytes:,.0f}",
+            figure(row.pages_kl),
+            figure(row.kl),
+            figure(row.both_kl),
+            f"{row.both_top1:.1%}",
+        )
+    table.caption = (
+        "KL in nats: of the dtype alone and of both against exact over float32 pages, of reuse against "
+        "exact over the same pages. bytes: KV of a token."
+    )
+    table.caption_justify = "left"
+    return table
 
 
 def _table(summary: Summary) -> Table:

@@ -11,6 +11,7 @@ import ml_collections
 from experiments import fields
 from experiments.config import TINY_MODEL
 from experiments.speed.peers import PEERS
+from jaxkv.cache.dtypes import check_dtype
 from jaxkv.checks import check_geometry
 from jaxkv.reuse.policies import policy_from_name
 
@@ -47,6 +48,7 @@ class SpeedConfig(fields.Fields):
     repeats: int = 3
     page_size: int = 16
     chunk_size: int = 512
+    kv_dtype: str = "model"  # of the pages; "model" is the model's own
     implementation: str = "auto"
     start_up: bool = True  # also time a fresh process: load, then the first token
     peers: tuple[str, ...] = ("none",)  # of experiments.speed.peers.PEERS
@@ -73,6 +75,7 @@ class SpeedConfig(fields.Fields):
             reuse_granularity="token",
             max_deltas=2,
         )
+        check_dtype(self.kv_dtype, "config.kv_dtype", also=("model",))
         for policy in self.policies:
             policy_from_name(policy)
 

@@ -6,6 +6,7 @@ and name it here. One that writes text of its own takes `model` too, for its tok
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ SPEAKING = ("agent_loop", "recall", "residue")
 def make_cases(
     config: ExperimentConfig, tokens: Int32, bos: int | None = None, model: Model | None = None
 ) -> list[Case]:
-    """The cases of `config.workload` over the corpus `tokens` i32[n].
+    """The cases of `config.workload` over the corpus `tokens` i32[n], for each dtype of the pages.
 
     Args:
       config: the experiment.
@@ -42,4 +43,11 @@ def make_cases(
     make = importlib.import_module(WORKLOADS[config.workload]).cases
     more = {"model": model} if config.workload in SPEAKING else {}
     cases: list[Case] = make(config, tokens, bos, **more)
-    return cases
+    # One dtype after the other: only one engine holds pages at a time.
+    return [_on_pages(case, dtype) for dtype in config.kv_dtype for case in cases]
+
+
+def _on_pages(case: Case, dtype: str) -> Case:
+    if dtype == "model":
+        return case
+    return dataclasses.replace(case, id=f"{case.id}-{dtype}", kv_dtype=dtype)

@@ -21,7 +21,7 @@ LONGEST = 48  # tokens of one inserted piece
 
 
 def cases(config: ExperimentConfig, tokens: Int32, bos: int | None = None) -> list[Case]:
-    """One case a document, context, number of moves and dtype of the pages."""
+    """One case a document, context and number of moves."""
     result = []
     need = max(config.context) + config.continuation
     if len(tokens) < need * config.documents + LONGEST:
@@ -37,9 +37,8 @@ def cases(config: ExperimentConfig, tokens: Int32, bos: int | None = None) -> li
             if bos is not None:
                 states = [np.insert(state, 0, bos) for state in states]
             result += [
-                _case(config, states[: moves + 1], text[context:], context, document, dtype)
+                _case(config, states[: moves + 1], text[context:], context, document)
                 for moves in config.moves
-                for dtype in config.kv_dtypes
             ]
     return result
 
@@ -60,9 +59,7 @@ def _states(text: Int32, tokens: Int32, moves: int, rng: np.random.Generator) ->
     return states
 
 
-def _case(
-    config: ExperimentConfig, states: list[Int32], rest: Int32, context: int, document: int, dtype: str
-) -> Case:
+def _case(config: ExperimentConfig, states: list[Int32], rest: Int32, context: int, document: int) -> Case:
     continuation = rest[: config.continuation].astype(np.int32)
     moves = len(states) - 1
     measured = {2**power for power in range(moves.bit_length())} | {moves}
@@ -72,7 +69,7 @@ def _case(
     )
     span = context - context // 4
     return Case(
-        id=f"drift-{moves}-c{context}-d{document}-{dtype}",
+        id=f"drift-{moves}-c{context}-d{document}",
         edit=f"{moves} moves",
         position="25%",
         size=moves,
@@ -83,5 +80,4 @@ def _case(
         continuation=continuation,
         seams=(len(states[-1]) - span,),
         before=turns,
-        kv_dtype="" if dtype == "model" else dtype,
     )

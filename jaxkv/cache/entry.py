@@ -30,7 +30,8 @@ class Entry:
     contract: CacheContract
     text: bytes  # tokens 0..end-1, int32
     start: int
-    kv: tuple[Block, ...]  # per layer group, storage[L, end - start, K, 2H]
+    # Per layer group storage[L, end - start, K, 2H], and f32[L, end - start, K, 2] if it is quantized.
+    kv: tuple[Block, ...]
     digest: bytes  # see `digest_of`
 
     @property

@@ -3,6 +3,9 @@
 Layout `[L·num_pages, K, P, 2H]`, keys and values side by side on the last axis: every (page, head) is
 one contiguous block for a GPU's copy engine and row-major tiles without padding for a TPU. Layers are
 addressed as `page + layer·num_pages`; slicing a layer out of the array would copy it.
+
+int8 and float8 pages are quantized on write, symmetrically, each slot and head by its largest key and its
+largest value, and read as float32. What is stored is never quantized again where it stands.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxkv.errors import ConfigError, nearest
+from jaxkv.cache.dtypes import LARGEST, check_dtype, is_quantized
+from jaxkv.errors import ConfigError
 from jaxkv.model.config import LayerGroup, ModelConfig
 from jaxkv.typing import Array
+from pallas_kernels.reference import dequantize, quantize
 
-KV_DTYPES = ("float32", "bfloat16")
+_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}  # integers of the same size
 
 
 @struct.dataclass(kw_only=True)
@@ -25,6 +30,7 @@ class KVPages:
     """The pages of one layer group. A page id addresses the same slots in every layer of the group."""
 
     kv: Array  # storage[L·num_pages, K, P, 2H]
+    scale: Array | None = None  # f32[L·num_pages, K, P, 2], of the key and the value; None for float dtypes
     num_pages: int = struct.field(pytree_node=False)
     dtype: str = struct.field(pytree_node=False)  # of keys and values; the storage may be its bits
 
@@ -39,24 +45,15 @@ class KVPages:
         return self.num_pages * self.page_size
 
 
-def check_dtype(dtype: str) -> str:
-    """Returns `dtype`, or raises a ConfigError for one that pages cannot have."""
-    if dtype not in KV_DTYPES:
-        raise ConfigError(
-            f"kv_dtype is '{dtype}', expected one of {', '.join(KV_DTYPES)}{nearest(dtype, KV_DTYPES)}"
-        )
-    return dtype
-
-
 def storage_dtype(dtype: str, platform: str) -> jnp.dtype:
     """The dtype in which `dtype` pages are stored on `platform`.
 
-    XLA on CPU copies the whole pool at every bfloat16 scatter (seen on jax 0.10.2), never at an integer
-    one, so there bfloat16 is kept as its bits; only gathered blocks and new tokens are converted.
+    XLA on CPU copies the whole pool at every bfloat16 and float8 scatter (seen on jax 0.10.2), never at an
+    integer one, so there they are kept as their bits; only gathered blocks and new tokens are converted.
     """
-    if check_dtype(dtype) == "bfloat16" and platform == "cpu":
-        return jnp.dtype("uint16")
-    return jnp.dtype(dtype)
+    if platform == "cpu":
+        return jnp.dtype(_BITS.get(check_dtype(dtype), dtype))
+    return jnp.dtype(check_dtype(dtype))
 
 
 def make_pages(
@@ -78,7 +75,8 @@ def make_pages(
             raise ConfigError(f"{name} is {value}, expected a positive number")
     shape = (len(group.layers) * num_pages, config.num_kv_heads, page_size, 2 * config.head_dim)
     storage = storage_dtype(dtype, platform or jax.default_backend())
-    return KVPages(kv=jnp.zeros(shape, storage), num_pages=num_pages, dtype=dtype)
+    scale = jnp.zeros((*shape[:3], 2), jnp.float32) if is_quantized(dtype) else None
+    return KVPages(kv=jnp.zeros(shape, storage), scale=scale, num_pages=num_pages, dtype=dtype)
 
 
 def _encode(values: Array, pages: KVPages) -> Array:
@@ -89,10 +87,16 @@ def _encode(values: Array, pages: KVPages) -> Array:
 
 
 def decode_storage(raw: Array, pages: KVPages) -> Array:
-    """Stored bits as values of `pages.dtype`."""
+    """Stored bits as numbers of `pages.dtype`, without their scales."""
     if raw.dtype != jnp.dtype(pages.dtype):
         return jax.lax.bitcast_convert_type(raw, jnp.dtype(pages.dtype))
     return raw
+
+
+def _values(raw: Array, scale: Array | None, pages: KVPages) -> Array:
+    """What stored rows [..., 2H] are worth: `pages.dtype`, or float32 where they are scaled."""
+    stored = decode_storage(raw, pages)
+    return stored if scale is None else dequantize(stored, scale)
 
 
 def write_slots(
@@ -114,39 +118,94 @@ def write_slots(
       append: a kernel with the arguments of `pallas_kernels.append`; XLA's scatter when None.
     """
     kv_heads, head_dim = keys.shape[-2:]
+    keys, values = (x.reshape(-1, kv_heads, head_dim) for x in (keys, values))
+    row, offset = _rows(pages, layer, slots)
+    if append is not None:
+        written = append(pages.kv, row, offset, keys, values, scale=pages.scale)
+        kv, scale = (written, None) if pages.scale is None else written
+        return pages.replace(kv=kv, scale=scale)  # type: ignore[attr-defined]
+    scale = pages.scale
+    if scale is not None:
+        (keys, of_key), (values, of_value) = (quantize(x, pages.dtype) for x in (keys, values))
+        scale = scale.at[row, :, offset].set(jnp.stack([of_key, of_value], -1), mode="drop")
+    rows = _encode(jnp.concatenate([keys, values], -1), pages)
+    kv = pages.kv.at[row, :, offset].set(rows, mode="drop")
+    return pages.replace(kv=kv, scale=scale)  # type: ignore[attr-defined]
+
+
+def _rows(pages: KVPages, layer: int | Array, slots: Array) -> tuple[Array, Array]:
+    """Rows and offsets i32[n] of slots to write."""
     slots = slots.reshape(-1)
     page, offset = slots // pages.page_size, slots % pages.page_size
     # A dropped slot must leave the array as a whole, not land on the next layer's first page.
-    row = jnp.where((page >= 0) & (page < pages.num_pages), page + layer * pages.num_pages, pages.kv.shape[0])
-    if append is not None:
-        keys, values = (x.reshape(-1, kv_heads, head_dim) for x in (keys, values))
-        return pages.replace(kv=append(pages.kv, row, offset, keys, values))  # type: ignore[attr-defined]
-    rows = jnp.concatenate([keys, values], -1).reshape(-1, kv_heads, 2 * head_dim)
-    kv = pages.kv.at[row, :, offset].set(_encode(rows, pages), mode="drop")
-    return pages.replace(kv=kv)  # type: ignore[attr-defined]
+    inside = (page >= 0) & (page < pages.num_pages)
+    return jnp.where(inside, page + layer * pages.num_pages, pages.kv.shape[0]), offset
+
+
+def copy_slots(
+    pages: KVPages,
+    layer: int | Array,
+    source: Array,
+    target: Array,
+    turn: Callable[[Array], Array],
+    append: Callable[..., Array] | None = None,
+) -> KVPages:
+    """Copies slots of one layer, keys through `turn`, values bit for bit. In place when `pages` is donated.
+
+    Quantized keys are turned as float32 and quantized once.
+
+    Args:
+      pages, layer, append: as in `write_slots`.
+      source: i32[n], slots that hold something.
+      target: i32[n], as `slots` in `write_slots`; none is a source.
+      turn: f32[n, K, H] to f32[n, K, H].
+    """
+    raw, factors = _gather_slots(pages, layer, source)
+    keys, values = jnp.split(_values(raw, factors, pages).astype(jnp.float32), 2, -1)
+    copied = write_slots(pages, layer, target, turn(keys), values, append)
+    if factors is None:
+        return copied
+    # Dequantized values give the same numbers when they are quantized again, but maybe not the last bit
+    # of their scale.
+    row, offset = _rows(pages, layer, target)
+    scale = copied.scale.at[row, :, offset, 1].set(factors[..., 1], mode="drop")
+    return copied.replace(scale=scale)  # type: ignore[attr-defined,no-any-return]
+
+
+def _gather_slots(pages: KVPages, layer: int | Array, slots: Array) -> tuple[Array, Array | None]:
+    """Stored rows [n, K, 2H] and scales [n, K, 2] of slots that exist."""
+    page, offset = slots // pages.page_size, slots % pages.page_size
+    at = page + layer * pages.num_pages, slice(None), offset
+    raw = pages.kv.at[at].get(mode="promise_in_bounds")
+    return raw, None if pages.scale is None else pages.scale.at[at].get(mode="promise_in_bounds")
 
 
 def read_slots(pages: KVPages, layer: int | Array, slots: Array) -> Array:
-    """Gathers single slots of one layer: i32[n] to `pages.dtype`[n, K, 2H]."""
-    page, offset = slots // pages.page_size, slots % pages.page_size
-    raw = pages.kv.at[page + layer * pages.num_pages, :, offset].get(mode="promise_in_bounds")
-    return decode_storage(raw, pages)
+    """Gathers single slots of one layer: i32[n] to [n, K, 2H] in `pages.dtype`, float32 if quantized."""
+    return _values(*_gather_slots(pages, layer, slots), pages)
 
 
 def read_pages(pages: KVPages, layer: int, page: Array) -> Array:
-    """Gathers pages of one layer: i32[...] ids to `pages.dtype`[..., K, P, 2H].
+    """Gathers pages of one layer: i32[...] ids to [..., K, P, 2H] in `pages.dtype`, float32 if quantized.
 
     An empty table entry (`num_pages`) reads some page: the caller masks its slots.
     """
     row = jnp.minimum(page, pages.num_pages - 1) + layer * pages.num_pages
     # Ids were validated on the host, so XLA need not clamp again.
-    return decode_storage(pages.kv.at[row].get(mode="promise_in_bounds"), pages)
+    raw = pages.kv.at[row].get(mode="promise_in_bounds")
+    scale = None if pages.scale is None else pages.scale.at[row].get(mode="promise_in_bounds")
+    return _values(raw, scale, pages)
 
 
 def poison_pages(pages: KVPages, page: Array) -> KVPages:
-    """Fills whole pages with NaN in every layer, so that a stray read of a free page shows. For tests."""
+    """Fills whole pages with NaN in every layer, so that a stray read of a free page shows. For tests.
+
+    int8 has no NaN: there the scales are, and the numbers are the largest.
+    """
     layers = pages.kv.shape[0] // pages.num_pages
     rows = (jnp.arange(layers)[:, None] * pages.num_pages + page).reshape(-1)
     shape = (rows.shape[0], *pages.kv.shape[1:])
-    kv = pages.kv.at[rows].set(_encode(jnp.full(shape, jnp.nan, jnp.float32), pages))
-    return pages.replace(kv=kv)  # type: ignore[attr-defined]
+    fill = LARGEST["int8"] if pages.dtype == "int8" else jnp.nan
+    kv = pages.kv.at[rows].set(_encode(jnp.full(shape, fill, jnp.float32), pages))
+    scale = None if pages.scale is None else pages.scale.at[rows].set(jnp.nan)
+    return pages.replace(kv=kv, scale=scale)  # type: ignore[attr-defined]

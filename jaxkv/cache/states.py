@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxkv.cache.pages import KVPages, check_dtype, storage_dtype
+from jaxkv.cache.dtypes import check_dtype
+from jaxkv.cache.pages import KVPages, storage_dtype
 from jaxkv.errors import ConfigError
 from jaxkv.model.config import ModelConfig
 from jaxkv.typing import Array

@@ -112,7 +112,8 @@ def paged_attention(
         row = jnp.minimum(table.page, pages.num_pages - 1) + layer * pages.num_pages
         segments = (row, table.first, table.lo, table.hi, table.delta_index)
         attend = functools.partial(pallas_kernels.paged_attention, window=window or None)
-        return backend.call(attend, q, pages.kv, *segments, positions)
+        attended: Array = backend.call(attend, q, pages.kv, *segments, positions, scale=pages.scale)
+        return attended
     batch, _, length, kv_heads, group, head_dim = q.shape
     page_size = pages.page_size
     block = table.page.shape[1] // table.delta_index.shape[1]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-
-import jax
+from typing import Any
 
 from jaxkv.errors import ConfigError, nearest
 from jaxkv.typing import Array
-from pallas_kernels.dispatch import IMPLEMENTATIONS, MODULES, PLATFORMS, PREFERRED
+from pallas_kernels.dispatch import IMPLEMENTATIONS, MODULES, PLATFORMS, PREFERRED, platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,27 +34,27 @@ class Backend:
                 f"implementation is {name!r}, expected one of {', '.join(IMPLEMENTATIONS)}"
                 f"{nearest(str(name), IMPLEMENTATIONS)}"
             )
-        needs, platform = PLATFORMS.get(name), jax.default_backend()
-        if needs is not None and needs != platform and not self.interpret:
+        needs, here = PLATFORMS.get(name), platform()
+        if needs is not None and needs != here and not self.interpret:
             raise ConfigError(
                 f"implementation is '{name}', which needs a {needs.upper()}, but this machine's platform is "
-                f"{platform}: expected 'auto', 'xla', or interpret=True"
+                f"{here}: expected 'auto', 'xla', or interpret=True"
             )
 
     def has(self, operation: str) -> bool:
         """Whether `pallas_kernels` runs "decode", "prefill" or "append"; else XLA's own form does."""
         if self.implementation == "auto":
-            return jax.default_backend() in PREFERRED
+            return platform() in PREFERRED
         return self.implementation != "xla" and (self.implementation, operation) in MODULES
 
-    def call(self, function: Callable[..., Array], *args: Array) -> Array:
-        """An operation of `pallas_kernels`.
+    def call(self, function: Callable[..., Any], *args: Array, **options: Any) -> Any:
+        """An operation of `pallas_kernels`, with what it takes by keyword, such as `scale`.
 
         Raises:
           ConfigError: a forced kernel can't take these shapes or dtypes.
         """
         try:
-            return function(*args, implementation=self.implementation, interpret=self.interpret)
+            return function(*args, **options, implementation=self.implementation, interpret=self.interpret)
         except NotImplementedError as error:
             raise ConfigError(
                 f"implementation is '{self.implementation}', which can't run this model: {error}"
@@ -64,7 +63,7 @@ class Backend:
     @property
     def storage_platform(self) -> str:
         """The platform whose way of storing pages is used: kernels read dtypes, not their bits."""
-        return PLATFORMS.get(self.implementation, jax.default_backend())
+        return PLATFORMS.get(self.implementation, platform())
 
 
 AUTO = Backend()

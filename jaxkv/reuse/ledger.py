@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jaxkv.cache.dtypes import kv_token_bytes
 from jaxkv.errors import ConfigError
 from jaxkv.model.config import ModelConfig
 
@@ -125,7 +126,7 @@ def make_ledger(
     dropped: int = 0,
     beyond_prompt: Mapping[str, Work] | None = None,
     probe_flops: float = 0.0,
-    itemsize: int = 4,
+    kv_dtype: str = "float32",
     moved: int = 0,
 ) -> Ledger:
     """Counts a turn: C_token and the FLOPs of the keys attended, for each computed token, by cause.
@@ -140,7 +141,7 @@ def make_ledger(
       dropped: prompt tokens that get no KV.
       beyond_prompt: the same for work that is not on prompt tokens, such as generated ones.
       probe_flops: FLOPs of finding out what to reuse; the cause `probe` if there are any.
-      itemsize: bytes of one stored K or V element.
+      kv_dtype: of the pages, one of `cache.dtypes.KV_DTYPES`; scales count as bytes too.
       moved: tokens whose KV is copied to other slots.
     Returns:
       The ledger of a prompt of matched + relocated + dropped + computed tokens.
@@ -173,7 +174,7 @@ def make_ledger(
     forwarded = sum(counts.values())
     if seen and (repeated := forwarded - np.unique(np.concatenate(seen)).size):
         raise ConfigError(f"causes repeat {repeated} positions, expected each position in one cause")
-    per_token_bytes = config.kv_bytes_per_token(itemsize)
+    per_token_bytes = kv_token_bytes(config, kv_dtype)
     return Ledger(
         prompt=matched + relocated + forwarded + dropped,
         matched=matched,

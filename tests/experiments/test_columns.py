@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from experiments.figures import Reference, greedy_match, homes, key_change, task_figures
+from experiments.figures import Reference, compare, describe, greedy_match, homes, key_change, task_figures
 from experiments.report.columns import (
     differences,
     margin_recovery,
@@ -19,7 +20,8 @@ from experiments.report.columns import (
     steps,
     task_columns,
 )
-from experiments.workloads.case import Task
+from experiments.report.pages import pages_rows
+from experiments.workloads.case import Case, Task
 from jaxkv.results import KVState
 
 
@@ -116,6 +118,41 @@ def test_a_task_is_read_from_the_last_row_and_counts_only_if_the_context_was_nee
     left = task_figures(residue, reference, mine)
     assert (left["rank"], left["exact_rank"], left["said"]) == (1, 2, True)
     assert left["logprob"] == pytest.approx(2 - math.log(4 + math.e + math.e**2))
+
+
+def test_what_a_dtype_costs_alone_stands_beside_what_reuse_costs() -> None:
+    """Against the definition: three divergences of the same rows."""
+    rng = np.random.default_rng(0)
+    wide, narrow, mine = (rng.standard_normal((5, 7)).astype(np.float32) for _ in range(3))
+    text = np.arange(5, dtype=np.int32)
+    none = np.zeros(3, np.int32)
+    case = Case(
+        id="a", edit="delete", position="head", size=1, context=3, document=0, old=none, new=none,
+        continuation=text, seams=(), kv_dtype="int8",
+    )  # fmt: skip
+    reference = Reference(logits=(narrow,), wide=(wide,), state=None, attention=None, greedy=None, bare=None)
+    found = compare(case, reference, [mine])
+    assert found["divergence"]["kl"]["mean"] == pytest.approx(kl(narrow, mine))
+    assert found["pages"]["kl"] == pytest.approx(kl(wide, narrow))
+    assert found["pages"]["with_reuse_kl"] == pytest.approx(kl(wide, mine))
+    assert compare(case, dataclasses.replace(reference, wide=None), [mine])["pages"] is None
+    record = {**describe(case, "scr"), **found, "kv_token_bytes": 160}
+    plain = {**record, "kv_dtype": "float32", "pages": None, "kv_token_bytes": 512}
+    rows = pages_rows({"scr": [plain, record]})
+    assert [(r.dtype, r.token_bytes, r.cases) for r in rows] == [("float32", 512, 1), ("int8", 160, 1)]
+    reuse = kl(narrow, mine)
+    assert (rows[0].pages_kl, rows[0].kl, rows[0].both_kl) == pytest.approx((0, reuse, reuse))
+    assert (rows[1].pages_kl, rows[1].kl, rows[1].both_kl) == pytest.approx(
+        (kl(wide, narrow), reuse, kl(wide, mine))
+    )
+    assert pages_rows({"scr": [plain]}) == ()
+
+
+def kl(a: np.ndarray, b: np.ndarray) -> float:
+    """Mean KL(softmax a ‖ softmax b) in nats, by the definition."""
+    p, q = (np.exp(x.astype(np.float64)) for x in (a, b))
+    p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
+    return float((p * np.log(p / q)).sum(-1).mean())
 
 
 def test_key_change_compares_moved_keys_with_those_at_birth() -> None:

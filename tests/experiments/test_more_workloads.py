@@ -90,7 +90,7 @@ def test_a_residue_deletes_a_secret_that_a_twin_never_had() -> None:
 
 
 def test_drift_moves_one_span_and_measures_at_powers_of_two() -> None:
-    for case in cases_of("drift", kv_dtypes="float32,bfloat16"):
+    for case in cases_of("drift", kv_dtype="float32,bfloat16"):
         assert case.kv_dtype in ("float32", "bfloat16")
         assert len(case.turns) == 9
         measured = [i for i, turn in enumerate(case.turns, 1) if len(turn.continuation)]
@@ -149,7 +149,7 @@ def test_words_are_single_tokens_and_too_few_are_an_error() -> None:
         ("recall", {"context": (200,), "distances": (250,)}, "expected at least"),
         ("drift", {"documents": 40}, "expected at least"),
         ("agent_loop", {"sizes": (9000,)}, "expected at least"),
-        ("drift", {"kv_dtypes": "float13"}, "config.kv_dtypes holds 'float13', expected one of model"),
+        ("drift", {"kv_dtype": "float13"}, "config.kv_dtype is 'float13', expected one of model, float32"),
         ("drift", {"moves": 0}, "config.moves is 0"),
         ("agent_loop", {"edits": "clear_tool"}, "did you mean 'clear_tools'"),
     ],

@@ -28,31 +28,53 @@ def small(path: Path, **values: Any) -> RunResult:
     return run(defaults(**values), path, given=tuple(values))
 
 
+# Of the tiny model: 2 layers, 2 heads, key and value of 16 numbers each; int8 has a scale for either.
+TOKEN_BYTES = {"float32": 512, "bfloat16": 256, "int8": 128 + 32}
+
+
+def check_what_the_dtype_costs_alone(records: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Beside what reuse costs: of exact, both are the same; and narrower costs more."""
+    assert all(r["pages"] is None for (_, dtype), r in records.items() if dtype == "float32")
+    alone = {}
+    for (policy, dtype), record in records.items():
+        if dtype == "float32" or policy == NOISE:
+            continue
+        alone.setdefault(dtype, set()).add(record["pages"]["kl"])
+        if policy == "exact":
+            assert record["pages"]["with_reuse_kl"] == pytest.approx(record["pages"]["kl"], rel=1e-2)
+    # A property of the case: no policy changes it.
+    assert all(len(values) == 1 for values in alone.values())
+    assert 0 < max(alone["bfloat16"]) < max(alone["int8"])
+    assert {d: r["kv_token_bytes"] for (p, d), r in records.items() if p == "exact"} == TOKEN_BYTES
+
+
 def test_drift_keeps_keys_in_view_form_and_loses_them_when_rotations_compose(tmp_path: Path) -> None:
     """CASES 17, 25: after any number of moves a view's keys have the bits they were born with."""
     policies = ("scr(min_span=16)", "scr(form=copy,min_span=16)", "scr(form=composed,min_span=16)")
     result = small(
-        tmp_path / "a", workload="drift", context=(200,), moves=(16,), kv_dtypes="float32,bfloat16",
+        tmp_path / "a", workload="drift", context=(200,), moves=(16,), kv_dtype="float32,bfloat16,int8",
         policies=policies, noise_every=1, documents=1,
     )  # fmt: skip
     assert result.failed == 0
     records = {(r["policy"], r["kv_dtype"]): r for r in lines(result.path)}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "int8"):
         steps = {p: [s for s in records[p, dtype]["steps"] if "kl" in s] for p in policies}
         assert [len(s) for s in steps.values()] == [5, 5, 5]  # after 1, 2, 4, 8, 16 edits
         # A form is canonical in a name: its arguments stay, in the order of the fields.
         view, copy, composed = ([s["key_change"] for s in each if s["key_change"]] for each in steps.values())
         assert view == [], "not one bit"
         assert max(copy) <= 1.1 * copy[0] or max(copy) < 1e-6
-        if dtype == "bfloat16":
+        if dtype != "float32":
             assert composed[-1] > 1.5 * max(copy)
     exact = [r for r in lines(result.path) if r["policy"] == "exact"]
     assert all(r["kind"] == "exact" and r["divergence"]["kl"]["max"] < 1e-9 for r in exact)
     assert all(len(r["steps"]) == 16 == r["turns"] for r in exact)
     assert all(sum(s["flops"] for s in r["steps"]) == pytest.approx(r["flops"]) for r in exact)
+    check_what_the_dtype_costs_alone(records)
     assert {r["corpus"] for r in lines(result.path)} == {exact[0]["corpus"]}
     text = (result.path / "report.html").read_text()
     assert 'id="steps"' in text
+    assert "Dtypes of the pages" in text
     assert "scr(min_span=16)" in text
 
 

@@ -88,7 +88,7 @@ def test_an_edit_is_counted_by_cause() -> None:
         relocated=48,
         dropped=5,
         causes={"inserted": positions(40, 50), "tail": (tail, tail + 1), "probe": ([], [])},
-        itemsize=2,
+        kv_dtype="bfloat16",
         moved=48,
     )
     assert ledger.prompt == 40 + 48 + 5 + 12
