@@ -37,7 +37,7 @@ from jaxkv.generation import Decoded, Sampling, decode_batch
 from jaxkv.io.models import Model
 from jaxkv.memory import Memory
 from jaxkv.model.backend import Backend
-from jaxkv.recurrent import make_store
+from jaxkv.recurrent import make_store, refuse
 from jaxkv.results import Generation, StepResult, report
 from jaxkv.reuse.plan import ReusePlan, plan_extension, plan_prompt
 from jaxkv.schedule import Placement
@@ -156,6 +156,8 @@ class EngineCore:
         )
         if self._memory.tiers is not None:
             refuse_bound(self._memory, "a host or disk tier")
+        if local_pages is not None:
+            refuse(model.config, "a bound of local layers' pages", "local_pages None")
         if serving is not None and not isinstance(serving, ServingConfig):
             raise ConfigError(f"serving is a {type(serving).__name__}, expected jaxkv.ServingConfig")
         self._loop = Loop(
