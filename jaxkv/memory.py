@@ -95,9 +95,8 @@ class Memory:
         self.residency = self._make_residency(num_pages, page_size)
         # What shortens a match to where every layer can go on: objects with a cause and a resume_point.
         self.resumes: list[ResumePoint] = [] if self.residency is None else [self.residency]
-        whole = self.residency is None
         every, unbounded = (kv_token_bytes(config, kv_dtype, windowed=each) for each in (True, False))
-        self.page_bytes = max(page_size * (every if whole else unbounded), 1)
+        self.page_bytes = max(page_size * (every if self.residency is None else unbounded), 1)
         self.local_page_bytes = page_size * (every - unbounded)
         self.metrics = Metrics()
         self.quota = quota  # pages, of a domain that has no quota of its own
@@ -175,9 +174,10 @@ class Memory:
             self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
             self.index = self._make_index()
             if self.residency is not None:
-                fresh = self._make_residency(self.pool.num_pages, self.pool.page_size)
-                self.resumes = [fresh if each is self.residency else each for each in self.resumes]
-                self.residency = fresh
+                self.resumes.remove(self.residency)
+                self.residency = self._make_residency(self.pool.num_pages, self.pool.page_size)
+                assert self.residency is not None
+                self.resumes.append(self.residency)
             self.pages = self._make_pages()
         elif self.interrupted:
             # It may have struck between an array operation and its note: only the sequences that were

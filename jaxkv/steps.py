@@ -243,8 +243,8 @@ def relocate(
 ) -> Pages:
     """Copies slots of every layer with K' = R(delta) K, V' = V, in float32. Donates `pages`.
 
-    R is that of the layer's group: local and global layers may turn at different frequencies.
-    Quantized keys are dequantized, turned and quantized once; what quantized values are is copied as it is.
+    R is that of the layer's group: local and global layers may turn at different frequencies. Quantized
+    keys are dequantized, turned and quantized once; what quantized values are is copied as it is.
 
     The literal form of Suffix Cache Reuse (arXiv 2609.37725 §4.3), and the reference for the view form.
     Sources and targets must not overlap.

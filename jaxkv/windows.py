@@ -29,12 +29,12 @@ Row = tuple[Int32, bool]  # segments i32[W, 4] that a row's queries attend, and 
 
 
 def bytes_for_pages(
-    config: ModelConfig, capacity_bytes: int | None, local_pages: int | None, page_size: int, dtype: str
+    config: ModelConfig, capacity_bytes: int | None, local_pages: int | None, page_size: int, kv_dtype: str
 ) -> int | None:
     """What of an engine's `capacity_bytes` is left for pages that all layers' groups but local ones hold."""
     if capacity_bytes is None or not isinstance(local_pages, int) or not isinstance(capacity_bytes, int):
         return capacity_bytes
-    token = kv_token_bytes(config, dtype) - kv_token_bytes(config, dtype, windowed=False)
+    token = kv_token_bytes(config, kv_dtype) - kv_token_bytes(config, kv_dtype, windowed=False)
     taken = local_pages * page_size * token
     if capacity_bytes <= taken:
         raise ConfigError(

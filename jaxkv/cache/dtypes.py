@@ -43,7 +43,10 @@ def scale_format(dtype: str) -> str:
 
 
 def kv_token_bytes(config: ModelConfig, dtype: str, *, windowed: bool = True) -> int:
-    """Bytes that one token keeps over all layers, or without local ones: keys, values, and their scales."""
+    """Bytes that one token keeps over all layers: keys, values, and their scales where there are any.
+
+    Without local layers if `windowed` is False.
+    """
     stored = config.kv_bytes_per_token(ITEMSIZE[check_dtype(dtype, "dtype")], windowed=windowed)
     if dtype not in LARGEST:
         return stored

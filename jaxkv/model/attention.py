@@ -111,8 +111,12 @@ def paged_attention(
     if backend.has("decode" if q.shape[2] == 1 else "prefill"):
         row = jnp.minimum(table.page, pages.num_pages - 1) + layer * pages.num_pages
         segments = (row, table.first, table.lo, table.hi, table.delta_index)
-        attend = functools.partial(pallas_kernels.paged_attention, window=window or None)
-        attended: Array = backend.call(attend, q, pages.kv, *segments, positions, scale=pages.scale)
+        attended: Array = backend.call(
+            pallas_kernels.paged_attention,
+            *(q, pages.kv, *segments, positions),
+            scale=pages.scale,
+            window=window or None,
+        )
         return attended
     batch, _, length, kv_heads, group, head_dim = q.shape
     page_size = pages.page_size

@@ -20,6 +20,7 @@ from jaxkv.errors import FormatError
 from jaxkv.io.checkpoint import load_checkpoint, save_checkpoint
 from jaxkv.io.configs import config_from_hf
 from jaxkv.io.gguf import open_gguf, read_gguf_config, read_gguf_params
+from jaxkv.io.gguf_configs import config_from_gguf
 from jaxkv.io.safetensors import read_hf_directory
 from jaxkv.model.config import COMPOSABLE
 
@@ -53,7 +54,13 @@ def test_the_reference_equals_hugging_face(variant: str) -> None:
     assert np.ptp(expected, axis=1).min() > 1, "logits that are all alike prove nothing"
 
 
-@pytest.mark.parametrize("variant", families.VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(v, marks=[pytest.mark.slow] if v in ("llama3", "qwen2") else [])
+        for v in families.VARIANTS
+    ],
+)
 def test_dense_prefill_and_decode_equal_hugging_face(variant: str, scratch: Path) -> None:
     """200 tokens: dense, in chunks that begin anywhere, and one token at a time."""
     model = loaded(variant, scratch)
@@ -79,9 +86,33 @@ def test_gguf_gives_the_very_model_of_safetensors(variant: str, scratch: Path, t
     file = open_gguf(families.write_gguf(tmp_path / "model.gguf", config, weights))
     model = loaded(variant, scratch)
     found = read_gguf_config(file)
-    assert found == dataclasses.replace(model.config, norm_eps=found.norm_eps)
+    # GGUF keeps float32, and not Gemma's scalar of queries.
+    assert found == dataclasses.replace(model.config, norm_eps=found.norm_eps, query_scale=None)
     assert np.float32(found.norm_eps) == np.float32(model.config.norm_eps)
     same(read_gguf_params(file, found), model.params)
+
+
+def test_gguf_files_of_gemma_3_scale_queries_as_their_readers_do(tmp_path: Path) -> None:
+    """By the head's size, but for the 62 layers of the 27B model: there by the width of the heads."""
+    config, weights, _, _ = families.golden("gemma3")
+    metadata = open_gguf(families.write_gguf(tmp_path / "model.gguf", config, weights)).metadata
+    wide = {**metadata, "gemma3.block_count": 62, "gemma3.embedding_length": 96}
+    found = config_from_gguf(wide, vocab_size=64, tied=True)
+    assert found.query_scale == pytest.approx((96 / 4) ** -0.5)
+    assert found.types.count("global") == 62 // 3
+    plain = {k: v for k, v in metadata.items() if "sliding" not in k}
+    assert config_from_gguf(plain, vocab_size=64, tied=True).layer_types == ()
+    six = {k: v for k, v in metadata.items() if "pattern" not in k} | {"gemma3.block_count": 12}
+    assert config_from_gguf(six, vocab_size=64, tied=True).types.count("global") == 2
+    listed = {**metadata, "gemma3.attention.sliding_window_pattern": [True, False, False, True]}
+    assert config_from_gguf(listed, vocab_size=64, tied=True).groups[0].layers == (1, 2)
+    for changes, match in (
+        ({"gemma3.attention.sliding_window_pattern": [True]}, "sliding_window_pattern is"),
+        ({"gemma3.final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"gemma3.attention.temperature": 1.0}, "gemma3.attention.temperature is not supported"),
+    ):
+        with pytest.raises(FormatError, match=match):
+            config_from_gguf({**metadata, **changes}, vocab_size=64, tied=True)
 
 
 def test_the_text_of_gemma_3_is_read_from_its_multimodal_files(scratch: Path, tmp_path: Path) -> None:
