@@ -20,10 +20,11 @@ from rich.table import Table
 
 import jaxkv
 from experiments.workloads.corpus import encode, load_corpus
+from jaxkv.errors import ConfigError
 from jaxkv.model.attention import dense_attention
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.layers import embed
-from jaxkv.model.params import Params
+from jaxkv.model.params import LayerParams, Params
 from jaxkv.model.rope import rope_angles, rotate
 from jaxkv.model.transformer import _finish_layer, _project_qkv
 from jaxkv.probing import Places, attention_mass
@@ -44,6 +45,8 @@ def true_masses(params: Params, tokens: Int32, marked: Bool, config: ModelConfig
         masses = []
         x = embed(tokens, params.embed, config.embed_scale)
         for number, layer in enumerate(params.layers):
+            if not isinstance(layer, LayerParams):
+                raise ConfigError("layer_types has recurrent layers, expected a model that only attends")
             g, _ = config.group_of(number)
             group, (cos, sin) = config.groups[g], angles[g]
             q, k, v = _project_qkv(x, layer, config)

@@ -20,6 +20,7 @@ from jaxkv.cache.sequence import (
     Sequence,
 )
 from jaxkv.caching import CacheControl
+from jaxkv.carry import resume_edit
 from jaxkv.checks import (
     check_count,
     check_length,
@@ -68,6 +69,9 @@ class Engine(CacheControl, Batching, Revising):
       disk_tier_bytes: what the directory may hold.
       clock: seconds that never go back, for lifetimes, pins and `TTL`.
       prefix_cache: whether exact prefixes are published and matched.
+      num_states: of a model with recurrent layers, states that fit: one for each running sequence and each
+        snapshot, two for a sequence that is computed; 64 when None.
+      snapshot_every: tokens between snapshots of a long text, for such a model; 4 chunks when None.
       adapter_digest: content digest (`jaxkv.params_digest`) of an adapter that is part of the weights.
       poison_free_pages: fill free pages with NaN, so that a stray read shows; for tests.
       implementation: of attention and page writes: "auto", "xla", "pallas_tpu", "pallas_gpu", "triton".
@@ -117,9 +121,19 @@ class Engine(CacheControl, Batching, Revising):
         whole = work.prefix == len(tokens) == len(sequence)
         end = MatchEnd(Cause.COMPLETE if whole else Cause.TOKENS, work.prefix)
         on_grid = min(sequence.grid_length, work.prefix)
-        return self._apply(
-            work, sequence.contract, end, started, grid_length=on_grid, priority=sequence.priority
-        )
+        resume = resume_edit(self._memory, sequence, work)
+        try:
+            return self._apply(
+                work,
+                sequence.contract,
+                end,
+                started,
+                grid_length=on_grid,
+                priority=sequence.priority,
+                resume=resume,
+            )
+        finally:
+            self._memory.release_states([] if resume is None else [resume.slot])
 
     def generate(
         self,

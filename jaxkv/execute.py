@@ -9,12 +9,13 @@ import numpy as np
 
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, HI, LO, concatenate, ends, slots_of, starts
 from jaxkv.cache.table import BLOCK_SLOTS, StepInput, bucket
+from jaxkv.carry import Carry, StateRun
 from jaxkv.memory import Memory
 from jaxkv.model.params import Params
 from jaxkv.model.transformer import StepOutput
-from jaxkv.schedule import Placement, coalesce, delta_of, for_shape, make_table, step_input, step_sizes
+from jaxkv.schedule import Placement, coalesce, delta_of, for_shape, make_table, step_input
 from jaxkv.steps import Moves, Pages, relocate, run_step
-from jaxkv.typing import Array, Int32
+from jaxkv.typing import Array, Bool, Int32
 from jaxkv.windows import group_inputs, refuse_bound
 
 MOVE_SLOTS = 1024  # slots of one relocation step: bounds its temporaries
@@ -23,11 +24,17 @@ SCATTERED = 4  # rows a page's worth of moved tokens may take, beyond a block, b
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Computed:
-    """What `compute` ran. Whoever called it releases `placement.fresh`."""
+    """What `compute` ran. Whoever called it releases `placement.fresh` and the slots of `states`."""
 
     placement: Placement
     outputs: list[tuple[StepOutput, int]]  # each step's output and its valid tokens, in order
     shapes: set[tuple[Any, ...]]  # static shapes that ran
+    states: tuple[tuple[int, int], ...] = ()  # positions and slots of states left behind, the end's last
+
+    @property
+    def state(self) -> int | None:
+        """Slot of the state behind the last token, where there are recurrent layers."""
+        return self.states[-1][1] if self.states else None
 
     @property
     def logits(self) -> Array:
@@ -56,6 +63,8 @@ def compute(
     max_deltas: int,
     chunk_size: int,
     write: bool = True,
+    kept: Bool | None = None,
+    carry: Carry | None = None,
     logits: str = "last",
     capture: bool = False,
 ) -> Computed:
@@ -73,18 +82,17 @@ def compute(
       max_deltas: R of the table when there are any.
       chunk_size: tokens of a step.
       write: False only reads: the tokens' KV is there already.
+      kept: bool[f], tokens of which that is so, if not of all or none.
+      carry: where recurrent layers start and leave states behind; needed if there are any.
       logits, capture: as in `forward_step`.
 
     Raises:
       CapacityError: not enough pages.
     """
     drop = memory.pool.num_slots
-    if write:
-        placement = memory.place(segments, positions)
-        slots = placement.slots
-    else:
-        placement = Placement.of(EMPTY_SEGMENTS)
-        slots = np.full(len(positions), drop, np.int32)
+    written = np.full(len(positions), write) if kept is None else ~kept
+    placement = Placement.of(EMPTY_SEGMENTS)
+    slots = np.full(len(positions), drop, np.int32)
 
     def one(pages: Pages, step: StepInput) -> tuple[Pages, StepOutput]:
         out = run_step(
@@ -101,11 +109,15 @@ def compute(
 
     outputs: list[tuple[StepOutput, int]] = []
     shapes: set[tuple[Any, ...]] = set()
+    states = StateRun(memory, carry, positions)
     try:
+        if written.any():
+            placement = memory.place(segments, positions[written])
+            slots[written] = placement.slots
         rows = [(extended(attended, placement), rotate)]
         table = make_table(memory.pool, rows, max_deltas)
         done = 0
-        for count, shape in step_sizes(len(positions), chunk_size):
+        for count, shape in states.step_sizes(chunk_size):
             part = slice(done, done + count)
             fitting = for_shape(table, shape, max_deltas)
             step = step_input(
@@ -115,6 +127,7 @@ def compute(
                 shape,
                 fitting,
                 drop=drop,
+                states=states.slots(),
             )
             shared = step.groups[0]
             groups = group_inputs(
@@ -130,8 +143,9 @@ def compute(
         memory.wait([out.logits for out, _ in outputs])
     except BaseException:
         memory.release(placement.fresh)
+        states.release()
         raise
-    return Computed(placement=placement, outputs=outputs, shapes=shapes)
+    return Computed(placement=placement, outputs=outputs, shapes=shapes, states=tuple(states.left))
 
 
 def extended(segments: Int32, placement: Placement) -> Int32:
@@ -170,7 +184,8 @@ def move_slots(memory: Memory, source: Int32, target: Int32, delta: Int32) -> No
     drop = memory.pool.num_slots
 
     def move(pages: Pages, moves: Moves) -> tuple[Pages, None]:
-        return relocate(pages, (moves,) * len(pages), config=memory.config, backend=memory.backend), None
+        every = (moves,) * len(memory.config.groups)
+        return relocate(pages, every, config=memory.config, backend=memory.backend), None
 
     for start in range(0, len(source), MOVE_SLOTS):
         part = slice(start, start + MOVE_SLOTS)

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -27,12 +27,14 @@ from jaxkv.cache.pages import make_pages, poison_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.residency import Residency
-from jaxkv.cache.sequence import PAGE, Sequence, clip
+from jaxkv.cache.sequence import EMPTY_SEGMENTS, PAGE, Sequence, clip
+from jaxkv.cache.states import kv_groups, poison_states, spent
 from jaxkv.cache.tiers import Tiers
 from jaxkv.cache.tree import Pin
 from jaxkv.errors import CapacityError, HandleError
 from jaxkv.model.backend import AUTO, Backend
 from jaxkv.model.config import LayerGroup, ModelConfig
+from jaxkv.recurrent import StateStore
 from jaxkv.reuse.ledger import attention_flops, token_flops
 from jaxkv.schedule import Placement, place
 from jaxkv.steps import Pages
@@ -57,6 +59,7 @@ class ResumePoint(Protocol):
 
 
 _ids = itertools.count(1)
+_NO_PAGES = EMPTY_SEGMENTS[:, PAGE]
 MOST_PAST = 8  # contracts of earlier weights that a miss is explained with
 
 
@@ -77,9 +80,11 @@ class Memory:
         clock: Callable[[], float] = time.monotonic,
         quota: int | None = None,
         tiers: Tiers | None = None,
+        states: StateStore | None = None,
         local_pages: int | None = None,
     ) -> None:
         self.config = config
+        self.states = states  # with recurrent layers
         self.backend = backend
         self.kv_dtype = kv_dtype
         self.poison = poison
@@ -117,6 +122,7 @@ class Memory:
             clock=self.clock,
             metrics=self.metrics,
             quota_of=self._quota_of,
+            snapshots=None if self.states is None else self.states.snapshots,
         )
         index.gone = None if self.tiers is None else []
         return index
@@ -150,7 +156,9 @@ class Memory:
             ) from error
         if self.poison:
             pages = tuple(poison_pages(group, np.arange(group.num_pages, dtype=np.int32)) for group in pages)
-        return pages
+        if self.states is None:
+            return pages
+        return (*pages, self.states.make_pool(self.backend.storage_platform, poison=self.poison))
 
     def _group_pages(self, group: LayerGroup) -> int:
         held = self.residency
@@ -158,8 +166,10 @@ class Memory:
 
     def begin(self) -> None:
         """Starts a call: lets go what was collected or expired, and mends what the last call broke."""
-        if any(group.kv.is_deleted() for group in self.pages):
+        if spent(self.pages):
             self._lose()
+        if self.states is not None and (self._lost or self.interrupted):
+            self.states.restart(() if self._lost else self.live)
         if self._lost:
             self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
             self.index = self._make_index()
@@ -187,7 +197,7 @@ class Memory:
         try:
             self.pages, result = step(self.pages, *inputs)
         except Exception as error:
-            if any(group.kv.is_deleted() for group in self.pages):
+            if spent(self.pages):
                 raise self._lose() from error
             raise
         return result
@@ -252,10 +262,16 @@ class Memory:
                 return MatchEnd(Cause.CONTRACT, end.position, fields=fields)
         return end
 
-    def publish(self, sequence: Sequence, limit: int) -> None:
-        """Offers the exact prefix of a sequence to its domain: after the step returned, never before."""
+    def publish(self, sequence: Sequence, limit: int, states: tuple[tuple[int, int], ...] = ()) -> None:
+        """Offers the exact prefix of a sequence to its domain: after the step returned, never before.
+
+        `states`: positions and slots, of which those behind exact tokens alone are kept.
+        """
         prefix = sequence.exact_prefix(limit)
         self.insert(sequence.contract, prefix.tokens, prefix.segments, sequence.priority)
+        exact = [state for state in states if state[0] <= len(prefix.tokens)]
+        if exact:
+            self.index.keep_states(sequence.contract.digest(), prefix.tokens, exact)
 
     def insert(self, contract: CacheContract, tokens: Int32, segments: Int32, priority: int = 0) -> None:
         """Puts exact KV into the index and keeps the domain within its quota."""
@@ -306,28 +322,53 @@ class Memory:
         self.live[sequence.id] = held
         if self.residency is not None:
             self._tails[sequence.id] = self.residency.tail(sequence.table_segments, len(sequence))
+        if self.states is not None and sequence.state is not None:
+            self.states.adopt(sequence.id, sequence.state)
         return sequence
+
+    def let_go(self, sequence: int) -> None:
+        """Releases what a sequence handed out holds, if it still does."""
+        held = self.live.pop(sequence, None)
+        if self.states is not None:
+            self.states.let_go(sequence)
+        if held is not None:
+            self.release(held)
+
+    def new_state(self) -> int:
+        """A state slot to write, with one reference, after giving up a snapshot if it must."""
+        assert self.states is not None
+        self.collect()
+        slot = self.states.allocate(self.eviction)
+        self._freed(_NO_PAGES)
+        return slot
+
+    def release_states(self, slots: Iterable[int]) -> None:
+        """Gives back one reference for each slot."""
+        if self.states is not None and not self._lost:
+            for slot in slots:
+                self.states.release(slot)
+            self._freed(_NO_PAGES)
 
     def hold_local(self, pages: Int32, slots: Int32, keep: Int32) -> None:
         """Gives local layers pages for what a step writes; see `Residency.hold`."""
         assert self.residency is not None
         self.collect()
         self._tails = {id: tail for id, tail in self._tails.items() if id in self.live}
-        self._poison_local(self.residency.hold(pages, slots, keep, self._tails.values()))
+        self._poison(self.residency.hold(pages, slots, keep, self._tails.values()), local=True)
 
-    def _poison_local(self, physical: Int32) -> None:
-        if self.poison and len(physical) and not any(group.kv.is_deleted() for group in self.pages):
-            self.pages = tuple(
-                poison_pages(held, physical) if group.window else held
-                for group, held in zip(self.config.groups, self.pages, strict=True)
+    def _poison(self, pages: Int32, *, local: bool | None = None) -> None:
+        """Poisons pages of the local groups, of the others, or of all."""
+        if self.poison and len(pages) and not spent(self.pages):
+            kv = tuple(
+                poison_pages(held, pages) if local is None or local == bool(group.window) else held
+                for group, held in zip(self.config.groups, kv_groups(self.pages), strict=True)
             )
+            self.pages = (*kv, *self.pages[len(kv) :])
 
     def collect(self) -> None:
         """Releases the sequences that were garbage-collected."""
         while self._collected:
-            held = self.live.pop(self._collected.popleft(), None)
-            if held is not None:
-                self.release(held)
+            self.let_go(self._collected.popleft())
 
     def release(self, pages: Int32) -> None:
         """Gives back one reference for each entry."""
@@ -336,20 +377,22 @@ class Memory:
 
     def _freed(self, pages: Int32) -> None:
         if self.residency is not None and len(pages):
-            self._poison_local(self.residency.drop(pages))
-            if self.poison and not any(group.kv.is_deleted() for group in self.pages):
-                self.pages = tuple(
-                    held if group.window else poison_pages(held, pages)
-                    for group, held in zip(self.config.groups, self.pages, strict=True)
-                )
-        elif self.poison and len(pages) and not any(group.kv.is_deleted() for group in self.pages):
-            self.pages = tuple(poison_pages(group, pages) for group in self.pages)
+            self._poison(self.residency.drop(pages), local=True)
+            self._poison(pages, local=False)
+        else:
+            self._poison(pages)
+        slots = [] if self.states is None or not self.poison else self.states.take_freed()
+        if slots and not spent(self.pages):
+            pool = poison_states(self.pages[-1], np.array(slots, np.int32))
+            self.pages = (*self.pages[:-1], pool)
 
     def check(self) -> None:
         """Integrity: live sequences and the index account for every reference, or a HandleError."""
         self.begin()
         self.index.check()
         self.pool.check([*self.live.values(), *self.index.references()])
+        if self.states is not None:
+            self.states.check()
         if self.residency is not None:
             self.residency.check(np.flatnonzero(self.pool.refcount > 0).astype(np.int32))
 

@@ -26,6 +26,7 @@ from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.layers import rms_norm
 from jaxkv.model.params import LayerParams, Params
 from jaxkv.model.rope import rope_angles, rotate
+from jaxkv.recurrent import refuse
 from jaxkv.reuse.ledger import attended_flops, token_flops
 from jaxkv.reuse.policies import Edit, Policy
 from jaxkv.reuse.policies.base import ranges
@@ -68,6 +69,8 @@ class Prober:
         return answer, flops
 
     def _answer(self, edit: Edit, probe: Probe) -> tuple[Any, float]:
+        if not isinstance(probe, Encoded):
+            refuse(self._memory.config, f"the probe {type(probe).__name__}", "a policy that asks nothing")
         if isinstance(probe, Deviation):
             return self._deviation(edit, probe.layer)
         if isinstance(probe, Attention):

@@ -8,6 +8,7 @@ from jaxkv.cache.pages import read_slots
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.residency import Residency
 from jaxkv.cache.sequence import FIRST, HI, LO, PAGE, Sequence, slots_of
+from jaxkv.cache.states import kv_groups
 from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.rope import inverse_frequencies
 from jaxkv.results import KVState
@@ -32,7 +33,7 @@ def read_kv(
     births = pool.birth[segments[:, PAGE]]
     born = np.repeat(births - segments[:, FIRST], segments[:, HI] - segments[:, LO]) + positions
     found: dict[int, tuple[Float32, Float32]] = {}
-    for held, group in zip(pages, config.groups, strict=True):
+    for held, group in zip(kv_groups(pages), config.groups, strict=True):
         own, missing = slots, np.zeros(len(slots), np.bool_)
         if residency is not None and group.window:
             own = residency.physical(slots)

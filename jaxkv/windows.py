@@ -88,7 +88,7 @@ def group_inputs(
     shared = GroupInput(slots=slots, table=table)
     held = memory.residency
     if held is None:
-        return (shared,) * len(memory.pages)
+        return (shared,) * len(memory.config.groups)
     size = memory.pool.page_size
     visible = [_visible(held, segments, at) for (segments, _), at in zip(rows, queries, strict=True)]
     written = np.sort(slots[slots < memory.pool.num_slots])

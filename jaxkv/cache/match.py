@@ -76,6 +76,8 @@ class Match:
     length: int
     segments: Int32  # i32[W, 4], positions 0..length-1 in order, each slot at its birth
     end: MatchEnd
+    resume: int = 0  # recurrent layers: position of the deepest snapshot at or before the end
+    state: int | None = None  # its slot, with a reference for the caller; None where there is none
 
     @property
     def pages(self) -> Int32:

@@ -104,6 +104,7 @@ class Sequence:
     rotate: bool = True  # False: keys are used as born wherever they stand (the no_rotation control)
     sight: Sight | None = None  # None where some layer sees everything
     logits: Any = dataclasses.field(default=None, repr=False)  # f32[V] of the next token
+    state: int | None = None  # slot of the recurrent layers' state behind the last token, if there are any
 
     def __len__(self) -> int:
         return len(self.tokens)

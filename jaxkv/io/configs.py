@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv.errors import FormatError
+from jaxkv.errors import ConfigError, FormatError
 from jaxkv.io.fields import Fields, global_every, model_config, rope_config
-from jaxkv.model.config import REFUSED_ROPES, ROPE_SCALINGS, ModelConfig, RopeConfig
+from jaxkv.model.config import REFUSED_ROPES, ROPE_SCALINGS, ModelConfig, RecurrentConfig, RopeConfig
 from jaxkv.model.families import HF_COMMON, Family, family_from_hf
 
 _HF_LAYER_TYPES = {"full_attention": "global", "sliding_attention": "local"}
@@ -47,6 +47,7 @@ def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> Model
       FormatError: unknown family, missing or mistyped key, or a setting whose maths is unsupported.
     """
     family = family_from_hf(data, where)
+    images = Fields(data, where)
     data = _text_part(data, family, where)
     data = {**family.hf_defaults, **data}
     fields = Fields(data, where)
@@ -86,6 +87,7 @@ def config_from_hf(data: Mapping[str, Any], where: str = "config.json") -> Model
         tie_embeddings=fields.flag("tie_word_embeddings"),
         bos_token_id=bos if bos is None else fields.integer("bos_token_id"),
         eos_token_ids=tuple(Fields({"eos_token_id": e}, where).integer("eos_token_id") for e in eos_ids),
+        image_token_ids=tuple(images.integer(k) for k in family.hf_image_tokens if k in images.data),
     )
 
 
@@ -106,7 +108,9 @@ def _text_part(data: Mapping[str, Any], family: Family, where: str) -> Mapping[s
 
 
 def _layers_from_hf(fields: Fields, family: Family, count: int) -> dict[str, Any]:
-    """Layer types and window, where some layers are local."""
+    """Layer types and window, where some layers are local; layer types and shape of recurrent ones."""
+    if family.recurrent:
+        return _recurrent_from_hf(fields, count)
     if not family.window_key:
         return {}
     windowed = not family.window_switch or fields.flag(family.window_switch)
@@ -131,12 +135,40 @@ def _layers_from_hf(fields: Fields, family: Family, count: int) -> dict[str, Any
     return {"layer_types": types, "window": fields.positive(family.window_key)}
 
 
+def _recurrent_from_hf(fields: Fields, count: int) -> dict[str, Any]:
+    listed = fields.data.get("layer_types")
+    known = {"linear_attention": "recurrent", "full_attention": "global"}
+    if listed is None:
+        step = fields.positive("full_attention_interval")
+        listed = ["linear_attention" if (i + 1) % step else "full_attention" for i in range(count)]
+    elif not isinstance(listed, list) or len(listed) != count:
+        raise fields.fail("layer_types", listed, f"{count} of {', '.join(known)}")
+    for kind in listed:
+        if kind not in known:
+            raise fields.fail("layer_types", kind, f"{count} of {', '.join(known)}")
+    if "linear_attention" not in listed:
+        return {}
+    names = {
+        "num_key_heads": "linear_num_key_heads",
+        "num_value_heads": "linear_num_value_heads",
+        "key_dim": "linear_key_head_dim",
+        "value_dim": "linear_value_head_dim",
+        "conv_width": "linear_conv_kernel_dim",
+    }
+    values = {name: fields.positive(key) for name, key in names.items()}
+    try:
+        shape = RecurrentConfig(**values)
+    except ConfigError as error:
+        raise FormatError(f"{fields.where}: {error}") from error
+    return {"layer_types": tuple(known[kind] for kind in listed), "recurrent": shape}
+
+
 def _ropes_from_hf(
     data: Mapping[str, Any], family: Family, where: str, head_dim: int, positions: int
 ) -> dict[str, RopeConfig | None]:
     """`rope`, and `rope_local` where local layers turn at a base of their own."""
     if not family.local_theta:
-        return {"rope": _rope_from_hf(data, where, head_dim, positions)}
+        return {"rope": _rope_from_hf(data, where, head_dim, positions, family)}
     shared: dict[str, Any] = dict(data)
     local = {"rope_theta": data[family.local_theta]}
     by_type = data.get("rope_parameters")
@@ -152,7 +184,9 @@ def _ropes_from_hf(
     return {"rope": rope, "rope_local": _rope_from_hf(local, where, head_dim, positions)}
 
 
-def _rope_from_hf(data: Mapping[str, Any], where: str, head_dim: int, positions: int) -> RopeConfig:
+def _rope_from_hf(
+    data: Mapping[str, Any], where: str, head_dim: int, positions: int, family: Family | None = None
+) -> RopeConfig:
     # transformers 5 writes rope_parameters, earlier versions rope_scaling beside rope_theta
     key = "rope_parameters" if data.get("rope_parameters") is not None else "rope_scaling"
     scaling = data.get(key)
@@ -163,8 +197,11 @@ def _rope_from_hf(data: Mapping[str, Any], where: str, head_dim: int, positions:
     kind = merged.get("rope_type", merged.get("type", "default"))
     if kind in REFUSED_ROPES:
         raise fields.fail("rope_type", kind, f"one of {', '.join(ROPE_SCALINGS)}: {REFUSED_ROPES[kind]}")
-    fields.only({"partial_rotary_factor": (None, 1.0), "truncate": (None, True)})
-    fields.known(_HF_ROPE_KEYS, "RoPE")
+    partial = 1.0 if family is None else family.partial_rotary
+    if partial == 1.0:
+        fields.only({"partial_rotary_factor": (None, 1.0)})
+    fields.only({"truncate": (None, True)})
+    fields.known(_HF_ROPE_KEYS | (family.hf_rope_read if family else frozenset()), "RoPE")
     theta = fields.number("rope_theta", 10_000.0)
     if theta <= 1:
         raise fields.fail("rope_theta", theta, "more than 1")
@@ -172,7 +209,11 @@ def _rope_from_hf(data: Mapping[str, Any], where: str, head_dim: int, positions:
     name = "original_max_position_embeddings"
     original = next((d[name] for d in (data, merged) if d.get(name) is not None), positions)
     fields = Fields({**merged, name: original}, where, f"{key}.")
-    values: dict[str, Any] = {"theta": theta, "rotary_dim": head_dim, "scaling": kind}
+    if partial != 1.0:
+        factor = "partial_rotary_factor"
+        set_here = [place[factor] for place in (data, merged) if place.get(factor) is not None]
+        partial = Fields({factor: [partial, *set_here][-1]}, where).number(factor)
+    values: dict[str, Any] = {"theta": theta, "rotary_dim": int(head_dim * partial), "scaling": kind}
     if kind == "default":
         return rope_config(where, values)
     if kind not in ROPE_SCALINGS:

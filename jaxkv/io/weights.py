@@ -6,6 +6,7 @@ chunk of rows is held besides the finished leaves: a load never needs twice the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from jaxkv.errors import ConfigError, FormatError, nearest
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.families import part_names, part_shape
 from jaxkv.model.params import LayerParams, Params
+from jaxkv.model.recurrent_params import RecurrentParams
 from jaxkv.typing import Float32
 
 DTYPES: Mapping[str, Any] = {
@@ -193,28 +195,84 @@ class _Reader:
 
         self.fill(part, layer, put, per * h)
 
-    def layer(self, i: int) -> LayerParams:
-        c = self.config
-        d, h, g, f = c.embed_dim, c.head_dim, c.group_size, c.mlp_dim
-        attn_norm = self.norm("attn_norm", i)
-        qkv = np.empty((d, c.num_kv_heads, g + 2, h), self.dtype)
-        self.heads("q", i, qkv[:, :, :g])
-        self.heads("k", i, qkv[:, :, g : g + 1])
-        self.heads("v", i, qkv[:, :, g + 1 :])
-        out = np.empty((c.num_heads * h, d), self.dtype)
-        self.transposed("out", i, out)
+    def gated_heads(self, layer: int, out: np.ndarray[Any, Any], gate: np.ndarray[Any, Any]) -> None:
+        """Fills queries [D, K, G, H] and gates [D, N, H] from rows of a head's query, then its gate."""
+        d, h, per = self.config.embed_dim, self.config.head_dim, out.shape[2]
+
+        def put(lo: int, hi: int, rows: Float32) -> None:
+            first, last = lo // (2 * h), hi // (2 * h)
+            both = rows.reshape(-1, 2, h, d).transpose(1, 3, 0, 2)  # [query | gate, D, heads, H]
+            out[:, first // per : last // per] = both[0].reshape(d, -1, per, h)
+            gate[:, first:last] = both[1]
+
+        self.fill("q", layer, put, 2 * per * h)
+
+    def recurrent(self, i: int) -> RecurrentParams:
+        c, shape = self.config, self.config.recurrent
+        assert shape is not None
+        d, heads, dim = c.embed_dim, shape.num_value_heads, shape.value_dim
+
+        def matrix(part: str, *size: int) -> np.ndarray[Any, Any]:
+            out = np.empty((d, math.prod(size)), self.dtype)
+            self.transposed(part, i, out)
+            return out.reshape(d, *size)
+
+        rates = np.empty((d, 2, heads), self.dtype)
+        self.transposed("mix_beta", i, rates[:, 0])
+        self.transposed("mix_decay", i, rates[:, 1])
+        out = np.empty((heads * dim, d), self.dtype)
+        self.transposed("mix_out", i, out)
+        gate_up, down = self.mlp(i)
+        return RecurrentParams(
+            attn_norm=self.norm("attn_norm", i),
+            qkv=jax.device_put(matrix("mix_qkv", shape.channels)),
+            gate=jax.device_put(matrix("mix_gate", heads, dim)),
+            rates=jax.device_put(rates),
+            conv=jax.device_put(self.vector("mix_conv", i)[:, 0]),
+            decay_log=jax.device_put(self.vector("decay_log", i)),
+            decay_bias=jax.device_put(self.vector("decay_bias", i)),
+            out_norm=jax.device_put(self.vector("mix_norm", i)),  # no offset: its file has the factors
+            out=jax.device_put(out.reshape(heads, dim, d)),
+            mlp_norm=self.norm("mlp_norm", i),
+            gate_up=gate_up,
+            down=down,
+        )
+
+    def mlp(self, i: int) -> tuple[jax.Array, jax.Array]:
+        """[D, gate | up, F] and [F, D]."""
+        d, f = self.config.embed_dim, self.config.mlp_dim
         gate_up = np.empty((d, 2, f), self.dtype)
         self.transposed("gate", i, gate_up[:, 0])
         self.transposed("up", i, gate_up[:, 1])
         down = np.empty((f, d), self.dtype)
         self.transposed("down", i, down)
+        return jax.device_put(gate_up), jax.device_put(down)
+
+    def layer(self, i: int) -> LayerParams | RecurrentParams:
+        if self.config.types[i] == "recurrent":
+            return self.recurrent(i)
+        c = self.config
+        d, h, g = c.embed_dim, c.head_dim, c.group_size
+        attn_norm = self.norm("attn_norm", i)
+        qkv = np.empty((d, c.num_kv_heads, g + 2, h), self.dtype)
+        gate = np.empty((d, c.num_heads, h), self.dtype) if c.attention_gate else None
+        if gate is None:
+            self.heads("q", i, qkv[:, :, :g])
+        else:
+            self.gated_heads(i, qkv[:, :, :g], gate)
+        self.heads("k", i, qkv[:, :, g : g + 1])
+        self.heads("v", i, qkv[:, :, g + 1 :])
+        out = np.empty((c.num_heads * h, d), self.dtype)
+        self.transposed("out", i, out)
+        gate_up, down = self.mlp(i)
         return LayerParams(
             attn_norm=attn_norm,
             qkv=jax.device_put(qkv),
             out=jax.device_put(out.reshape(c.num_heads, h, d)),
             mlp_norm=self.norm("mlp_norm", i),
-            gate_up=jax.device_put(gate_up),
-            down=jax.device_put(down),
+            gate_up=gate_up,
+            down=down,
+            attn_gate=None if gate is None else jax.device_put(gate),
             qkv_bias=self.bias(i) if c.qkv_bias else None,
             q_norm=self.norm("q_norm", i) if c.qk_norm else None,
             k_norm=self.norm("k_norm", i) if c.qk_norm else None,

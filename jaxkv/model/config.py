@@ -67,6 +67,51 @@ class LayerGroup:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """A gated DeltaNet layer (Yang et al., arXiv 2412.06464), as the Qwen3.5 hybrids have it.
+
+    Query and key head number h serve the `num_value_heads / num_key_heads` value heads from h times that on.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int  # of a head
+    conv_width: int  # tokens that the causal convolution sees, its own included
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value <= 0:
+                raise ConfigError(f"recurrent.{field.name} is {value}, expected a positive number")
+        if self.num_value_heads % self.num_key_heads:
+            raise ConfigError(
+                f"recurrent.num_value_heads is {self.num_value_heads}, expected a multiple of num_key_heads "
+                f"{self.num_key_heads}"
+            )
+        if self.conv_width < 2:
+            raise ConfigError("recurrent.conv_width is 1, expected at least 2")
+
+    @property
+    def channels(self) -> int:
+        """Features that go through the convolution: queries and keys, and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def params(self, embed_dim: int) -> int:
+        """Parameters of one layer's mixer, its norm of the output included."""
+        values = self.num_value_heads * self.value_dim
+        projected = self.channels + values + 2 * self.num_value_heads
+        small = self.channels * self.conv_width + 2 * self.num_value_heads + self.value_dim
+        return embed_dim * (projected + values) + small
+
+    def state_bytes(self, conv_itemsize: int) -> int:
+        """Bytes that one layer keeps of everything before a token: a float32 matrix a value head, and
+        the last inputs of the convolution."""
+        state = self.num_value_heads * self.key_dim * self.value_dim * 4
+        return state + self.channels * (self.conv_width - 1) * conv_itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Architecture of a decoder with RMSNorm, a gated MLP, grouped-query attention and RoPE.
 
@@ -83,6 +128,9 @@ class ModelConfig:
       embed_scale: factor of embedded tokens.
       query_scale: factor of queries; None is 1/sqrt(head_dim).
       attention_gate: what attention returns is multiplied by a sigmoid gate of the layer's input.
+      recurrent: the layers of that type; None where there are none.
+      image_token_ids: ids that stand for what is no text; prompts with them are refused, because their
+        positions would differ by axis (M-RoPE).
 
     Raises:
       ConfigError: a field is out of range, or two do not go together.
@@ -112,6 +160,8 @@ class ModelConfig:
     embed_scale: float = 1.0
     query_scale: float | None = None
     attention_gate: bool = False
+    recurrent: RecurrentConfig | None = None
+    image_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (
@@ -158,10 +208,13 @@ class ModelConfig:
                 raise ConfigError(
                     f"layer_types has '{kind}', expected {', '.join(LAYER_TYPES)}{nearest(kind, LAYER_TYPES)}"
                 )
-        if "recurrent" in types:
-            raise ConfigError("layer_types has 'recurrent', whose maths this version does not have")
-        if self.attention_gate:
-            raise ConfigError("attention_gate is True, whose maths this version does not have")
+        if ("recurrent" in types) != (self.recurrent is not None):
+            raise ConfigError(
+                f"recurrent is {self.recurrent}, expected a RecurrentConfig exactly where layer_types has "
+                "'recurrent'"
+            )
+        if types and not self.attention_layers:
+            raise ConfigError("layer_types has recurrent layers only, expected at least one that attends")
         if "local" in types and self.window <= 0:
             raise ConfigError(f"window is {self.window}, expected a positive number beside local layers")
         if "local" not in types and (self.window or self.rope_local is not None):
@@ -199,6 +252,7 @@ class ModelConfig:
             layer_types=types,
             window=self.window if local else 0,
             rope_local=self.rope_local if local else None,
+            recurrent=self.recurrent if "recurrent" in types else None,
         )
 
     @property
@@ -210,6 +264,17 @@ class ModelConfig:
     def attention_layers(self) -> int:
         """Number of layers that attend and so keep keys and values."""
         return sum(kind != "recurrent" for kind in self.types)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that keep a state instead of keys and values."""
+        return tuple(i for i, kind in enumerate(self.types) if kind == "recurrent")
+
+    def state_bytes(self, conv_itemsize: int) -> int:
+        """Bytes of one snapshot: the state of all recurrent layers behind one token; 0 without any."""
+        if self.recurrent is None:
+            return 0
+        return len(self.recurrent_layers) * self.recurrent.state_bytes(conv_itemsize)
 
     @property
     def relocation(self) -> tuple[str, ...]:
@@ -228,8 +293,12 @@ class ModelConfig:
         projected = (self.num_heads + 2 * self.num_kv_heads) * h
         attention = d * projected + self.num_heads * h * d
         attention += projected * self.qkv_bias + 2 * h * self.qk_norm
+        attention += d * self.num_heads * h * self.attention_gate
         norms = 4 * d if self.post_norms else 2 * d
-        return self.num_layers * (attention + 3 * d * self.mlp_dim + norms) + d
+        mixers = self.attention_layers * attention
+        if self.recurrent is not None:
+            mixers += len(self.recurrent_layers) * self.recurrent.params(d)
+        return mixers + self.num_layers * (3 * d * self.mlp_dim + norms) + d
 
     def kv_bytes_per_token(self, itemsize: int, *, windowed: bool = True) -> int:
         """Bytes of keys and values that one token keeps, over all layers; or without local ones."""
@@ -261,7 +330,12 @@ class ModelConfig:
             if not isinstance(local, dict):
                 raise ConfigError(f"model config key 'rope_local' is {local!r}, expected a mapping")
             data["rope_local"] = _build(RopeConfig, "rope_local config", local)
-        for key in ("eos_token_ids", "layer_types"):
+        recurrent = data.get("recurrent")
+        if recurrent is not None:
+            if not isinstance(recurrent, dict):
+                raise ConfigError(f"model config key 'recurrent' is {recurrent!r}, expected a mapping")
+            data["recurrent"] = _build(RecurrentConfig, "recurrent config", recurrent)
+        for key in ("eos_token_ids", "layer_types", "image_token_ids"):
             data[key] = tuple(data.get(key, ()))
         return cast(ModelConfig, _build(cls, "model config", data))
 

@@ -65,6 +65,8 @@ class ReusePlan:
     probe_flops: float = 0.0  # work that found out what to keep
     answers: bool = True  # False: `tokens` stand in for what was requested (`Erratum`)
     trial: Policy | None = None  # nothing is planned: that policy's trial is the answer
+    kept: Bool | None = None  # bool[f], tokens of `forward` whose KV is there: they run for what keeps none
+    states: str = "exact"  # of recurrent layers: "exact", or how stale ones are dealt with, see `SCR`
 
     @property
     def seams(self) -> tuple[int, ...]:
@@ -280,6 +282,7 @@ def plan(
         rotate=rotate,
         form=selection.form,
         probe_flops=spent,
+        states="exact" if exact else selection.states,
     )
 
 

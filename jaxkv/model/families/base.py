@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxkv.model.config import ModelConfig
+from jaxkv.model.config import ModelConfig, RecurrentConfig
 
 # Parts of a decoder as files store them, matrices as [out, in]; `jaxkv.io.weights` joins them into Params.
 LAYER_PARTS = ("attn_norm", "q", "k", "v", "out", "mlp_norm", "gate", "up", "down")
@@ -17,6 +17,18 @@ MODEL_PARTS = ("embed", "final_norm", "unembed")
 BIAS_PARTS = ("q_bias", "k_bias", "v_bias")
 HEAD_NORM_PARTS = ("q_norm", "k_norm")
 POST_NORM_PARTS = ("post_attn_norm", "post_mlp_norm")
+MLP_PARTS = ("mlp_norm", "gate", "up", "down")
+RECURRENT_PARTS = (
+    "mix_qkv",
+    "mix_gate",
+    "mix_beta",
+    "mix_decay",
+    "mix_conv",
+    "decay_log",
+    "decay_bias",
+    "mix_norm",
+    "mix_out",
+)
 
 
 def _nothing() -> Any:
@@ -59,11 +71,17 @@ class Family:
     global_every: str = ""  # HF key of n: each n-th layer is global, where layer_types is absent
     local_theta: str = ""  # HF key of the RoPE base of local layers, which no scaling applies to
     gguf_global_every: int = 0  # default of n in GGUF files with a window
+    hf_image_tokens: tuple[str, ...] = ()  # outer keys of token ids that stand for what is no text
+    hf_rope_read: frozenset[str] = frozenset()  # further keys of the RoPE settings that are harmless for text
+    partial_rotary: float = 1.0  # share of a head that is rotated, where the file does not say
+    recurrent: bool = False  # has gated DeltaNet layers
     gguf_local_theta: float = 0.0  # RoPE base of local layers in GGUF files that do not say
 
 
-def layer_parts(config: ModelConfig) -> tuple[str, ...]:
-    """Parts that a file must hold for each layer."""
+def layer_parts(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """Parts that a file must hold for a layer."""
+    if config.types[layer] == "recurrent":
+        return ("attn_norm", *RECURRENT_PARTS, *MLP_PARTS)
     return (
         *LAYER_PARTS,
         *(BIAS_PARTS if config.qkv_bias else ()),
@@ -81,7 +99,7 @@ def part_names(tensors: Mapping[str, str], config: ModelConfig) -> Iterator[tupl
         if part != "unembed" or not config.tie_embeddings:
             yield tensors[part], part
     for i in range(config.num_layers):
-        for part in layer_parts(config):
+        for part in layer_parts(config, i):
             yield tensors[part].format(i=i), part
 
 
@@ -91,7 +109,7 @@ def part_shape(part: str, config: ModelConfig) -> tuple[int, ...]:
     shapes: dict[str, tuple[int, ...]] = {
         "embed": (config.vocab_size, d),
         "unembed": (config.vocab_size, d),
-        "q": (config.num_heads * h, d),
+        "q": (config.num_heads * h * (2 if config.attention_gate else 1), d),
         "k": (config.num_kv_heads * h, d),
         "v": (config.num_kv_heads * h, d),
         "q_bias": (config.num_heads * h,),
@@ -103,5 +121,21 @@ def part_shape(part: str, config: ModelConfig) -> tuple[int, ...]:
         "gate": (config.mlp_dim, d),
         "up": (config.mlp_dim, d),
         "down": (d, config.mlp_dim),
+        **(_recurrent_shapes(config.recurrent, d) if config.recurrent else {}),
     }
     return shapes.get(part, (d,))
+
+
+def _recurrent_shapes(shape: RecurrentConfig, d: int) -> dict[str, tuple[int, ...]]:
+    heads, values = shape.num_value_heads, shape.num_value_heads * shape.value_dim
+    return {
+        "mix_qkv": (shape.channels, d),
+        "mix_gate": (values, d),
+        "mix_beta": (heads, d),
+        "mix_decay": (heads, d),
+        "mix_conv": (shape.channels, 1, shape.conv_width),
+        "decay_log": (heads,),
+        "decay_bias": (heads,),
+        "mix_norm": (shape.value_dim,),
+        "mix_out": (d, values),
+    }
