@@ -53,6 +53,7 @@ EXPERIMENTS = {
     "kernels": Experiment("experiments.kernels.run", "experiments.kernels.config"),
     "adapt": Experiment("experiments.adapt", "experiments.adapt_config"),
     "edit_cost": Experiment("experiments.edit_cost", "experiments.cost_config"),
+    "train_tiny": Experiment("experiments.train_tiny", "experiments.train_config"),
 }
 
 

@@ -19,7 +19,8 @@ from jaxkv.cache.pages import KVPages, make_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.sequence import Origin, Removed, Run, Sequence
-from jaxkv.cache.table import GroupInput, PageTable, StepInput, build_table
+from jaxkv.cache.states import StatePool, make_states
+from jaxkv.cache.table import GroupInput, PageTable, StateInput, StepInput, build_table
 from jaxkv.cache.tree import Pin
 from jaxkv.divergence import Divergence, divergence, layer_divergence
 from jaxkv.engine import Engine
@@ -37,7 +38,7 @@ from jaxkv.errors import (
 from jaxkv.generation import Sampling
 from jaxkv.io.compilation import enable_compilation_cache
 from jaxkv.io.models import Model, load
-from jaxkv.model.config import ModelConfig, RopeConfig
+from jaxkv.model.config import ModelConfig, RecurrentConfig, RopeConfig
 from jaxkv.model.params import Params, init_params, params_digest
 from jaxkv.model.transformer import forward_dense
 from jaxkv.persistence import CacheLoaded, CacheSaved
@@ -129,6 +130,7 @@ __all__ = [
     "Policy",
     "PrefixIndex",
     "Priority",
+    "RecurrentConfig",
     "RelocationError",
     "Removed",
     "Repair",
@@ -147,6 +149,8 @@ __all__ = [
     "Signals",
     "Sinks",
     "Span",
+    "StateInput",
+    "StatePool",
     "StepInput",
     "StepResult",
     "TokenError",
@@ -165,6 +169,7 @@ __all__ = [
     "layer_divergence",
     "load",
     "make_pages",
+    "make_states",
     "params_digest",
     "plan",
     "policy_from_name",

@@ -59,7 +59,7 @@ def merge(params: Params, lora: Lora, scale: float) -> Params:
         return (weight.astype(jnp.float32) + jnp.float32(scale) * delta).astype(weight.dtype)
 
     layers = tuple(
-        layer.replace(  # type: ignore[attr-defined]
+        layer.replace(  # type: ignore[union-attr]
             qkv=add(layer.qkv, jnp.einsum("dr,rkgh->dkgh", delta.qkv_in, delta.qkv_out)),
             out=add(layer.out, jnp.einsum("nhr,rd->nhd", delta.out_in, delta.out_out)),
         )

@@ -38,7 +38,7 @@ def answer(summary: Summary, model: str) -> str:
         else f"{on}, {describe(hero.policy)} computes nothing"
     )
     sentence = cheap + _unrepaired(summary, hero)
-    if model == TINY_MODEL:
+    if model.startswith(TINY_MODEL):
         sentence = f"Smoke run with random weights, so the figures mean nothing beyond it: {sentence}"
     return sentence + "."
 

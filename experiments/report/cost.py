@@ -76,7 +76,7 @@ def answer(rows: list[Record], model: str) -> str:
         best = min(others, key=lambda r: r["ledger_flops"])
         work, wait = (best[name] / append[name] for name in ("ledger_flops", "edit_ms"))
         text += f"; {best['policy']}, which is approximate, needs {work:.1f}× and {wait:.1f}×"
-    if model == TINY_MODEL:
+    if model.startswith(TINY_MODEL):
         text = f"Smoke run with random weights, so the figures mean nothing beyond it: {text}"
     return text + "."
 

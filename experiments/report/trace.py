@@ -95,7 +95,7 @@ def answer(rows: list[Row], model: str) -> str:
     worst = min(pairs, key=lambda pair: pair[0].hit_rate)[0]
     if worst.hit_rate < best.hit_rate:
         text += f" (cell {best.cell}; lowest, {worst.cell}: {worst.hit_rate:.0%} found)"
-    if model == TINY_MODEL:
+    if model.startswith(TINY_MODEL):
         text = f"Smoke run with random weights, so the figures mean nothing beyond it: {text}"
     return text + "."
 

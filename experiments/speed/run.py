@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import resource
 import statistics
 from collections import defaultdict
@@ -27,6 +28,7 @@ from jaxkv.io.models import Model
 from jaxkv.reuse.ledger import attention_flops, token_flops
 
 OURS = "jaxkv"
+ROUNDS = "rounds.json"  # of a run directory
 Times = dict[tuple[str, str], list[float]]  # (measurement, system) -> seconds of each repeat
 
 
@@ -69,7 +71,7 @@ def run(
         peers = _start(names, speed, progress)
         try:
             rates = _rates(model, speed)
-            times, forwarded = _measure(speed, subject, peers, progress)
+            times, forwarded = _measure(speed, subject, peers, progress, path / ROUNDS)
             peaks = {peer.name: peer.close() for peer in peers}
         finally:
             for peer in peers:
@@ -113,8 +115,9 @@ def _rates(model: Model, config: SpeedConfig) -> dict[str, float]:
 
 
 def _measure(
-    config: SpeedConfig, subject: Subject, peers: list[Peer], console: Console
+    config: SpeedConfig, subject: Subject, peers: list[Peer], console: Console, kept_at: Path
 ) -> tuple[Times, dict[str, int]]:
+    """Times of all rounds; what is finished of them is in a file, should the run be broken off."""
     times: Times = defaultdict(list)
     forwarded: dict[str, int] = {}
     for repeat in range(-1, config.repeats):  # the first one compiles
@@ -138,6 +141,8 @@ def _measure(
         for policy, (seconds, count) in subject.edits(config.policies).items():
             note(f"edit, {policy}", OURS, seconds)
             forwarded[policy] = count
+        finished = [{"what": what, "system": system, "seconds": s} for (what, system), s in times.items()]
+        kept_at.write_text(json.dumps(finished, indent=1))
     return times, forwarded
 
 

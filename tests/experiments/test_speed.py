@@ -38,6 +38,8 @@ def test_a_run_measures_every_case_with_ratios_and_refuses_to_be_resumed(
     # Weights and pages stand once: nothing else of their size is alive.
     assert document["rates"].keys() == {"matmul_flops", "row_bytes", "copy_bytes"}
     assert document["compiled"]["count"] > 0
+    rounds = json.loads((tmp_path / "run" / "rounds.json").read_text())
+    assert {each["what"]: each["seconds"] for each in rounds} == {row["case"]: row["seconds"] for row in rows}
     assert "GFLOP/s" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="holds a run already"):
         run(config, tmp_path / "run")
