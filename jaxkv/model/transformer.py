@@ -30,7 +30,7 @@ class StepOutput:
     attention: Array | None = None  # f32[L, B, T, N·H] of the layers that attend, only when captured
 
 
-def _project_qkv(x: Array, layer: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
+def project_qkv(x: Array, layer: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
     """Returns unrotated q [..., K, G, H] and k [..., K, H], and v [..., K, H]."""
     qkv = project(rms_norm(x, layer.attn_norm, config.norm_eps), layer.qkv)
     if layer.qkv_bias is not None:
@@ -42,7 +42,8 @@ def _project_qkv(x: Array, layer: LayerParams, config: ModelConfig) -> tuple[Arr
     return q, k, v
 
 
-def _finish_layer(x: Array, attended: Array, layer: LayerParams, config: ModelConfig) -> Array:
+def finish_layer(x: Array, attended: Array, layer: LayerParams, config: ModelConfig) -> Array:
+    """A layer behind its attention, whose output is [..., K, G, H]: projection and MLP, f32[..., D]."""
     heads = attended.reshape(*attended.shape[:-3], config.num_heads, config.head_dim)
     added = project(heads, layer.out, inputs=2)
     if layer.post_attn_norm is not None:
@@ -55,7 +56,7 @@ def _finish_layer(x: Array, attended: Array, layer: LayerParams, config: ModelCo
     return x + added
 
 
-def _gated(attended: Array, x: Array, layer: LayerParams, config: ModelConfig) -> Array:
+def gate_attention(attended: Array, x: Array, layer: LayerParams, config: ModelConfig) -> Array:
     """Attention's output [..., K, G, H] times a sigmoid of the layer's input, where there is a gate."""
     if layer.attn_gate is None:
         return attended
@@ -74,7 +75,8 @@ def _recurrent_layer(
     return x + gated_mlp(h, layer.gate_up, layer.down, config.activation), conv, state
 
 
-def _logits(x: Array, params: Params, config: ModelConfig) -> Array:
+def logits_of(x: Array, params: Params, config: ModelConfig) -> Array:
+    """Logits f32[..., V] of the states f32[..., D] behind the last layer."""
     table = params.embed if params.unembed is None else params.unembed
     return unembed(rms_norm(x, params.final_norm, config.norm_eps), table)
 
@@ -139,7 +141,7 @@ def forward_step(
         group, inputs = config.groups[g], step.groups[g]
         magnitude = group.rope.magnitude
         with jax.named_scope(f"layer_{number}"):
-            q, k, v = _project_qkv(x, layer, config)
+            q, k, v = project_qkv(x, layer, config)
             k = rotate(k, *key_angles[g], magnitude=magnitude)
             pages_out[g] = write_slots(pages_out[g], index, inputs.slots, k, v, append)
             q = rotate(q[:, None] * config.attention_scale, *query_angles[g], magnitude=magnitude)
@@ -155,13 +157,13 @@ def forward_step(
             )
             if capture:
                 captured.append(attended.reshape(*positions.shape, -1))
-            attended = _gated(attended, x, layer, config)
-            x = _finish_layer(x, attended, layer, config)
+            attended = gate_attention(attended, x, layer, config)
+            x = finish_layer(x, attended, layer, config)
     if logits == "last":
         x = jnp.take_along_axis(x, jnp.maximum(step.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     return StepOutput(
         pages=tuple(pages_out),
-        logits=_logits(x, params, config),
+        logits=logits_of(x, params, config),
         attention=jnp.stack(captured) if capture else None,
     )
 
@@ -189,10 +191,10 @@ def forward_dense(params: Params, tokens: Array, *, config: ModelConfig) -> Arra
             continue
         g, _ = config.group_of(number)
         group, (cos, sin) = config.groups[g], angles[g]
-        q, k, v = _project_qkv(x, layer, config)
+        q, k, v = project_qkv(x, layer, config)
         q = q * config.attention_scale
         q = rotate(q, cos[:, None, None], sin[:, None, None], magnitude=group.rope.magnitude)
         k = rotate(k, cos[:, None], sin[:, None], magnitude=group.rope.magnitude)
-        attended = _gated(dense_attention(q, k, v, group.window), x, layer, config)
-        x = _finish_layer(x, attended, layer, config)
-    return _logits(x, params, config)
+        attended = gate_attention(dense_attention(q, k, v, group.window), x, layer, config)
+        x = finish_layer(x, attended, layer, config)
+    return logits_of(x, params, config)
