@@ -92,7 +92,7 @@ def by_context(contexts: list[int], repeat: int) -> Iterator[Point]:
         source = prefill()
         spent = median_seconds(functools.partial(decode, source), repeat)
         yield Point("context", n, "decode, ms a token", 1e3 * spent / DECODED)
-        plans = []
+        plans: list[float] = []
 
         def edit(source: Any = source, new: Any = new, plans: list[float] = plans) -> None:
             result = engine.edit(source, new, SCR())
@@ -136,7 +136,9 @@ def temporary_bytes(engine: Engine) -> int:
         engine.model.params, pages, step, config=engine.config, logits="last", capture=False,
         backend=engine._memory.backend,
     )  # fmt: skip
-    return int(lowered.compile().memory_analysis().temp_size_in_bytes)
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    return int(memory.temp_size_in_bytes)
 
 
 def by_prompt(prompts: list[int], repeat: int) -> Iterator[Point]:

@@ -19,6 +19,7 @@ from jaxkv.errors import ConfigError, nearest
 from jaxkv.reuse.policies import policy_from_name
 
 TINY_MODEL = "tiny-random"
+ACROSS = ("model", "corpus", "workload")
 
 # What smoke=True replaces, unless the caller set the key: the same code in well under a minute,
 # without network and without a trained model.
@@ -74,6 +75,8 @@ class ExperimentConfig:
     mesh: str = ""  # devices that the engine is spread over, as in "model:4"; one device when empty
     smoke: bool = False  # a tiny random model, seconds
     quick: bool = False  # fewer and shorter cases, minutes
+    compare: tuple[str, ...] = ()  # run directories: nothing is measured, these are compared
+    across: tuple[str, ...] = ()  # what they may differ in on purpose: model, corpus, workload
 
     context: tuple[int, ...] = (2048,)  # tokens before the edit
     edits: tuple[str, ...] = _DEFAULT_EDITS  # agent_loop: all of its own while this is the default
@@ -85,6 +88,7 @@ class ExperimentConfig:
     add_bos: bool = False  # start each context with the tokenizer's BOS token
     turns: int = 6  # edits of an agent_loop conversation
     moves: tuple[int, ...] = (256,)  # consecutive edits of a drift case
+    places: int = 1  # drift: places that the edits take in turn; each is a distance at which something stands
     items: int = 12  # recall and residue: items at each distance
     distances: tuple[int, ...] = (0, 250, 1000)  # recall and residue: tokens from a fact to its dependent
     kv_dtype: tuple[str, ...] = ("model",)  # dtypes of the pages, each measured; "model" is the model's own
@@ -138,12 +142,17 @@ class ExperimentConfig:
             for x in value if isinstance(value, tuple) else (value,):
                 if x < least:
                     raise ConfigError(f"config.{name} is {x}, expected at least {least}")
-        for name in ("context", "edits", "positions", "sizes", "policies", "moves", "distances", "kv_dtype"):
+        optional = ("compare", "across")
+        for name in (*_AXES, *optional):
             value = getattr(self, name)
-            if not value:
+            if not value and name not in optional:
                 raise ConfigError(f"config.{name} is empty, expected at least one value")
             if len(set(value)) < len(value):
                 raise ConfigError(f"config.{name} is {_show(value)}, expected each value once")
+        for kind in self.across:
+            _one_of("across", kind, ACROSS)
+        if len(self.compare) == 1:
+            raise ConfigError(f"config.compare holds '{self.compare[0]}' alone, expected two runs or more")
         if self.noise_offset % self.chunk_size == 0:
             raise ConfigError(
                 f"config.noise_offset is {self.noise_offset}, expected no multiple of chunk_size "
@@ -151,9 +160,10 @@ class ExperimentConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values of all fields."""
+        """JSON-ready values of all fields that say what is measured."""
         values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return {key: value for key, value in values.items() if key != "mesh" or value}
+        unsaid = ("compare", "across", *(() if self.mesh else ("mesh",)))
+        return {key: value for key, value in values.items() if key not in unsaid}
 
     @property
     def digest(self) -> str:
@@ -162,6 +172,7 @@ class ExperimentConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+_AXES = ("context", "edits", "positions", "sizes", "policies", "moves", "distances", "kv_dtype")
 _LEAST = {
     "seed": 0,
     "context": 2,
@@ -180,6 +191,7 @@ _LEAST = {
     "heal_steps": 0,
     "turns": 1,
     "moves": 1,
+    "places": 1,
     "items": 1,
     "distances": 0,
 }

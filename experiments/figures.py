@@ -44,6 +44,7 @@ def describe(case: Case, policy: str) -> Record:
         "turns": len(case.turns),
         "old_tokens": len(case.old),
         "new_tokens": len(case.new),
+        "tokens_digest": case.digest,
     }
 
 

@@ -148,8 +148,9 @@ class Bench:
             born = engine.read_kv(source) if case.before else None
             home = np.arange(len(source), dtype=np.int32)
             for number, turn in enumerate(case.turns, 1):
-                result, seconds = self._timed_edit(engine, source, turn.new, policy, timed=not case.before)
-                entry = _turn_figures(result, seconds)
+                timed = not case.before or len(turn.continuation) > 0
+                result, seconds = self._timed_edit(engine, source, turn.new, policy, timed=timed)
+                entry = {**_turn_figures(result, seconds), "timed": timed}
                 home = homes(home, result)
                 if len(turn.continuation):
                     logits.append(np.asarray(engine.score(result.sequence, turn.continuation)))
@@ -320,18 +321,21 @@ def _turn_figures(result: StepResult, seconds: float) -> Record:
         "kv_bytes_moved": ledger.kv_bytes_moved,
         "ms": 1e3 * seconds,
         "parts_ms": {part: 1e3 * float(value) for part, value in reuse.timings.items()},
+        "deltas": len({run.delta for run in result.sequence.provenance} - {0}),
+        "entries": len(result.sequence.table_segments),
+        "materialized": result.sequence.copies is not None,
     }
 
 
 def _totals(turns: list[Record], last: StepResult) -> Record:
-    """Sums over turns; a case of one turn is its own sum."""
+    """Sums over turns, those of wall clock over turns that were timed; a case of one turn is its own sum."""
     counts = ("prompt", "matched", "relocated", "forwarded", "dropped")
     causes: dict[str, float] = {}
     parts: dict[str, float] = {}
     for turn in turns:
         for cause, flops in turn["flops_by_cause"].items():
             causes[cause] = causes.get(cause, 0.0) + flops
-        for part, value in turn["parts_ms"].items():
+        for part, value in turn["parts_ms"].items() if turn["timed"] else ():
             parts[part] = parts.get(part, 0.0) + value
     ledger = last.reuse.ledger.to_dict()
     return {
@@ -343,5 +347,5 @@ def _totals(turns: list[Record], last: StepResult) -> Record:
         },
         "flops": sum(t["flops"] for t in turns),
         "ledger": {**ledger, "flops_by_cause": causes, "flops": sum(causes.values())},
-        "timings_ms": {"first_token": sum(t["ms"] for t in turns), **parts},
+        "timings_ms": {"first_token": sum(t["ms"] for t in turns if t["timed"]), **parts},
     }

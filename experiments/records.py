@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -189,6 +189,27 @@ class RunDirectory:
             if whole < len(data):
                 file.truncate(whole)
                 os.fsync(file.fileno())
+
+
+_FIGURES = ("divergence", "kl_tokens", "edit", "position", "distance")
+_POLICY_FIGURES = ("kind", "reuse", "flops", "ledger", "timings_ms", "layers", "greedy")
+
+
+def require_complete(records: Sequence[Record], path: Path) -> None:
+    """Raises FormatError for the first "ok" record of a divergence run that lacks one of its figures."""
+    for record in records:
+        if record["status"] != "ok":
+            continue
+        policy = record["policy"]
+        names = _FIGURES if policy == NOISE else (*_FIGURES, *_POLICY_FIGURES)
+        missing = next((name for name in names if name not in record), None)
+        if missing is None and not isinstance(record["divergence"], dict):
+            missing = "divergence"
+        if missing is not None:
+            raise FormatError(
+                f"'{path}' holds case '{record['case']}' under {policy} as ok without '{missing}', expected "
+                "all figures of a finished measurement: remove the line to measure it again"
+            )
 
 
 def refuse_changes(workdir: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ probe does, and compares it with the model's own. About two minutes on two cores
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,12 +20,13 @@ from rich.table import Table
 
 import jaxkv
 from experiments.workloads.corpus import encode, load_corpus
+from jaxkv.errors import ConfigError
 from jaxkv.model.attention import dense_attention
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.layers import embed
-from jaxkv.model.params import Params
+from jaxkv.model.params import LayerParams, Params
 from jaxkv.model.rope import rope_angles, rotate
-from jaxkv.model.transformer import _finish_layer, _project_qkv
+from jaxkv.model.transformer import finish_layer, project_qkv
 from jaxkv.probing import Places, attention_mass
 from jaxkv.typing import Array, Bool, Float32, Int32
 
@@ -41,21 +41,26 @@ def true_masses(params: Params, tokens: Int32, marked: Bool, config: ModelConfig
     @jax.jit
     def run(tokens: Array) -> Array:
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        cos, sin = rope_angles(positions, config.rope, config.max_positions)
-        magnitude, masses = config.rope.magnitude, []
-        x = embed(tokens, params.embed)
-        for layer in params.layers:
-            q, k, v = _project_qkv(x, layer, config)
-            q = rotate(
-                q / math.sqrt(config.head_dim), cos[:, None, None], sin[:, None, None], magnitude=magnitude
-            )
-            k = rotate(k, cos[:, None], sin[:, None], magnitude=magnitude)
+        angles = [rope_angles(positions, group.rope, config.max_positions) for group in config.groups]
+        masses = []
+        x = embed(tokens, params.embed, config.embed_scale)
+        for number, layer in enumerate(params.layers):
+            if not isinstance(layer, LayerParams):
+                raise ConfigError("layer_types has recurrent layers, expected a model that only attends")
+            g, _ = config.group_of(number)
+            group, (cos, sin) = config.groups[g], angles[g]
+            q, k, v = project_qkv(x, layer, config)
+            q = q * config.attention_scale
+            q = rotate(q, cos[:, None, None], sin[:, None, None], magnitude=group.rope.magnitude)
+            k = rotate(k, cos[:, None], sin[:, None], magnitude=group.rope.magnitude)
             scores = jnp.einsum("btkgh,bskh->btkgs", q, k)[0]
-            seen = (positions[:, None] >= positions)[:, None, None]
+            distance = positions[:, None] - positions
+            seen = (distance >= 0) & (distance < (group.window or len(positions)))
+            seen = seen[:, None, None]
             weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
             mass = jnp.sum(jnp.where(marked, weights, 0.0), axis=-1)
             masses.append(mass.reshape(tokens.shape[1], -1))
-            x = _finish_layer(x, dense_attention(q, k, v), layer, config)
+            x = finish_layer(x, dense_attention(q, k, v, group.window), layer, config)
         return jnp.stack(masses)
 
     return np.asarray(run(jnp.asarray(tokens)[None]))

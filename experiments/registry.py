@@ -62,7 +62,9 @@ EXPERIMENTS = {
     "prefix_trace": Experiment("experiments.prefix_trace", "experiments.trace_config"),
     "serving": Experiment("experiments.speed.run", "experiments.speed.config"),
     "kernels": Experiment("experiments.kernels.run", "experiments.kernels.config"),
+    "adapt": Experiment("experiments.adapt", "experiments.adapt_config"),
     "edit_cost": Experiment("experiments.edit_cost", "experiments.cost_config"),
+    "train_tiny": Experiment("experiments.train_tiny", "experiments.train_config"),
 }
 
 

@@ -18,10 +18,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from experiments.compare import compare_runs
 from experiments.config import TINY_MODEL, ExperimentConfig, resolve
 from experiments.environment import environment
 from experiments.measure import Bench, failure
 from experiments.records import NOISE, Key, Record, RunDirectory, refuse_changes
+from experiments.report.comparison import write_comparison
 from experiments.report.write import write_report
 from experiments.subject import load_subject
 from experiments.workloads import make_cases
@@ -53,6 +55,8 @@ def run(
         finds its own run again.
       given: keys that the user set on purpose; smoke=True leaves them as they are.
 
+    With `config.compare` nothing is measured: the named runs are compared, see `experiments.compare`.
+
     Returns:
       The run directory and the number of finished and failed measurements. A measurement that fails
       is recorded with its error and stops nothing; the next run tries it again.
@@ -63,6 +67,8 @@ def run(
       KeyboardInterrupt: after saying how to resume; finished measurements are kept.
     """
     experiment = resolve(config, given)
+    if experiment.compare:
+        return _compare(experiment, workdir)
     path = Path(workdir) if workdir else Path("runs") / f"{experiment.name}-{experiment.digest}"
     out, progress = Console(), Console(stderr=True)
     place = processes.here()
@@ -86,6 +92,15 @@ def run(
         records = directory.records()
         finished = len(directory.finished())
         return RunResult(path=path, finished=finished, failed=len(records) - finished)
+
+
+def _compare(config: ExperimentConfig, workdir: str | Path | None) -> RunResult:
+    """Compares runs; one "measurement" a pair of runs and policy."""
+    comparison = compare_runs(config.compare, config.across)
+    path = Path(workdir) if workdir else Path("runs") / f"compare-{comparison.digest}"
+    with RunDirectory(path) as directory:
+        write_comparison(directory, comparison, Console())
+    return RunResult(path=path, finished=len(comparison.rows), failed=0)
 
 
 def _wait(directory: RunDirectory, what: str) -> None:

@@ -19,7 +19,8 @@ from jaxkv.cache.pages import KVPages, make_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.sequence import Origin, Removed, Run, Sequence
-from jaxkv.cache.table import GroupInput, PageTable, StepInput, build_table
+from jaxkv.cache.states import StatePool, make_states
+from jaxkv.cache.table import GroupInput, PageTable, StateInput, StepInput, build_table
 from jaxkv.cache.tree import Pin
 from jaxkv.divergence import Divergence, divergence, layer_divergence
 from jaxkv.engine import Engine
@@ -38,7 +39,7 @@ from jaxkv.errors import (
 from jaxkv.generation import Sampling
 from jaxkv.io.compilation import enable_compilation_cache
 from jaxkv.io.models import Model, load
-from jaxkv.model.config import ModelConfig, RopeConfig
+from jaxkv.model.config import ModelConfig, RecurrentConfig, RopeConfig
 from jaxkv.model.params import Params, init_params, params_digest
 from jaxkv.model.transformer import forward_dense
 from jaxkv.parallel import parse_mesh
@@ -133,6 +134,7 @@ __all__ = [
     "PrefixIndex",
     "Priority",
     "ProcessError",
+    "RecurrentConfig",
     "RelocationError",
     "Removed",
     "Repair",
@@ -152,6 +154,8 @@ __all__ = [
     "Signals",
     "Sinks",
     "Span",
+    "StateInput",
+    "StatePool",
     "StepInput",
     "StepResult",
     "TokenError",
@@ -170,6 +174,7 @@ __all__ = [
     "layer_divergence",
     "load",
     "make_pages",
+    "make_states",
     "params_digest",
     "parse_mesh",
     "plan",

@@ -13,7 +13,9 @@ from jaxkv.checks import check_seconds, check_tokens
 from jaxkv.core import EngineCore, interruptible
 from jaxkv.errors import ConfigError, HandleError
 from jaxkv.persistence import CacheLoaded, CacheSaved, load, save
+from jaxkv.recurrent import refuse
 from jaxkv.results import Reuse
+from jaxkv.windows import refuse_bound
 
 
 class CacheControl(EngineCore):
@@ -104,6 +106,7 @@ class CacheControl(EngineCore):
         Where the domain has more, its own entries go, in the eviction policy's order. Domains whose
         quotas together fit into the pool beside all running sequences never evict each other.
         """
+        refuse(self.config, "a quota", "no limit by domain")
         contract = self._contract.within(as_domain(domain))
         self._memory.begin()
         self._memory.set_quota(contract, self._quota_pages(quota_bytes, self._memory.pool.page_size))
@@ -119,7 +122,9 @@ class CacheControl(EngineCore):
           FormatError: `path` holds something else.
           OSError: it cannot be written.
         """
+        refuse(self.config, "a saved cache", "a cache in memory")
         self._memory.begin()
+        refuse_bound(self._memory, "a saved cache")
         return save(self._memory, self._contract, path)
 
     @interruptible
@@ -132,5 +137,7 @@ class CacheControl(EngineCore):
           FormatError: not a saved cache, or a damaged one; says what is wrong.
           ContractError: saved under another contract; names the first field that differs.
         """
+        refuse(self.config, "a saved cache", "a cache in memory")
         self._memory.begin()
+        refuse_bound(self._memory, "a saved cache")
         return load(self._memory, self._contract, path)

@@ -104,6 +104,12 @@ def check_tokens(tokens: Any, config: ModelConfig, what: str = "tokens") -> Int3
         raise TokenError(
             f"{what}[{bad}] is {int(array[bad])}, expected a token id in 0..{config.vocab_size - 1}"
         )
+    if config.image_token_ids and (images := np.isin(array, config.image_token_ids)).any():
+        at = int(np.argmax(images))
+        raise TokenError(
+            f"{what}[{at}] is {int(array[at])}, which stands for an image or a video, expected text: behind "
+            "one the three axes of M-RoPE have different positions"
+        )
     check_length(array.size, config)
     return frozen(np.array(array, np.int32))
 

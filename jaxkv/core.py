@@ -21,9 +21,11 @@ from jaxkv.cache.sequence import (
     EMPTY_SEGMENTS,
     PAGE,
     Sequence,
+    Sight,
     clip,
     frozen,
 )
+from jaxkv.carry import Carry, Resume, carry_of, replayed
 from jaxkv.checks import (
     check_bytes,
     check_geometry,
@@ -37,6 +39,7 @@ from jaxkv.io.models import Model
 from jaxkv.memory import Memory
 from jaxkv.model.backend import Backend
 from jaxkv.parallel import one_replica, place_model
+from jaxkv.recurrent import make_store, refuse
 from jaxkv.results import Generation, StepResult, report
 from jaxkv.reuse.plan import ReusePlan, plan_extension, plan_prompt
 from jaxkv.schedule import Placement
@@ -44,6 +47,7 @@ from jaxkv.serving.loop import Loop
 from jaxkv.serving.request import ServingConfig
 from jaxkv.tiering import make_tiers
 from jaxkv.typing import Int32
+from jaxkv.windows import bytes_for_pages, refuse_bound
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -74,6 +78,7 @@ class EngineCore:
         num_pages: int | None = None,
         capacity_bytes: int | None = None,
         page_size: int = 16,
+        local_pages: int | None = None,
         chunk_size: int = 512,
         kv_dtype: str | None = None,
         reuse_granularity: Literal["token", "chunk"] = "token",
@@ -86,6 +91,9 @@ class EngineCore:
         disk_tier_bytes: int = 2**34,
         clock: Callable[[], float] = time.monotonic,
         adapter_digest: str = "",
+        num_states: int | None = None,
+        snapshot_every: int | None = None,
+        keep_operators: bool = False,
         poison_free_pages: bool = False,
         implementation: str = "auto",
         interpret: bool = False,
@@ -95,10 +103,11 @@ class EngineCore:
         if not isinstance(model, Model):
             raise ConfigError(f"model is a {type(model).__name__}, expected what jaxkv.load returns")
         kv_dtype = check_dtype(kv_dtype or model.dtype)
-        self._token_bytes = kv_token_bytes(model.config, kv_dtype)
+        whole = local_pages is None
+        self._token_bytes = max(kv_token_bytes(model.config, kv_dtype, windowed=whole), 1)
         num_pages = check_geometry(
             num_pages=num_pages,
-            capacity_bytes=capacity_bytes,
+            capacity_bytes=bytes_for_pages(model.config, capacity_bytes, local_pages, page_size, kv_dtype),
             token_bytes=self._token_bytes,
             page_size=page_size,
             chunk_size=chunk_size,
@@ -111,6 +120,7 @@ class EngineCore:
         self.chunk_size = chunk_size
         self.max_deltas = max_deltas
         self._params = model.params
+        self._sight = Sight.of(model.config)
         self._grid = chunk_size if reuse_granularity == "chunk" else 1
         self._prefix_cache = prefix_cache
         tokenizer = model.tokenizer
@@ -124,6 +134,17 @@ class EngineCore:
             template_digest=tokenizer.template_digest if tokenizer else "",
             adapter_digest=adapter_digest,
         )
+        states = make_store(
+            model.config,
+            num_states,
+            snapshot_every,
+            chunk=chunk_size,
+            grid=self._grid,
+            dtype=model.dtype,
+            operators=keep_operators,
+            tiers=bool(host_tier_bytes or disk_tier),
+            quota=domain_quota_bytes,
+        )
         self._memory = Memory(
             model.config,
             num_pages=num_pages,
@@ -136,7 +157,13 @@ class EngineCore:
             clock=clock,
             quota=self._quota_pages(domain_quota_bytes, page_size),
             tiers=make_tiers(host_tier_bytes, disk_tier, disk_tier_bytes, self._grid),
+            states=states,
+            local_pages=local_pages,
         )
+        if self._memory.tiers is not None:
+            refuse_bound(self._memory, "a host or disk tier")
+        if local_pages is not None:
+            refuse(model.config, "a bound of local layers' pages", "local_pages None")
         if serving is not None and not isinstance(serving, ServingConfig):
             raise ConfigError(f"serving is a {type(serving).__name__}, expected jaxkv.ServingConfig")
         self._loop = Loop(
@@ -174,18 +201,23 @@ class EngineCore:
         tokens = check_tokens(tokens, self.config)
         length = len(tokens)
         segments, matched, end = EMPTY_SEGMENTS, 0, MatchEnd(Cause.DISABLED, 0)
+        resume: Resume | None = None
         if reuse:
             limit = length if self._grid == 1 else length - 1
             match = self._memory.match(contract, tokens, limit=limit)
             segments, matched, end = match.segments, match.length, match.end
+            resume = None if match.state is None else Resume(match.resume, match.state)
         work = plan_prompt(tokens, segments, matched)
         try:
-            result = self._apply(work, contract, end, started, publish=reuse, priority=priority)
+            result = self._apply(
+                work, contract, end, started, publish=reuse, priority=priority, resume=resume
+            )
             if reuse:
                 self._memory.metrics.look_up(contract.domain, length, matched, end)
             return result
         finally:
             self._memory.release(segments[:, PAGE])
+            self._memory.release_states([] if resume is None else [resume.slot])
 
     @interruptible
     def extend(self, sequence: Sequence, tokens: Any) -> StepResult:
@@ -200,7 +232,13 @@ class EngineCore:
         whole = sequence.grid_length == len(sequence)
         on_grid = len(work.tokens) if whole else sequence.grid_length
         return self._apply(
-            work, sequence.contract, where, started, grid_length=on_grid, priority=sequence.priority
+            work,
+            sequence.contract,
+            where,
+            started,
+            grid_length=on_grid,
+            priority=sequence.priority,
+            resume=None if sequence.state is None else Resume(len(sequence), sequence.state),
         )
 
     @property
@@ -220,7 +258,7 @@ class EngineCore:
         """
         if not isinstance(sequence, Sequence) or sequence.id not in self._memory.live:
             self._require_live(sequence)
-        self._memory.release(self._memory.live.pop(sequence.id))
+        self._memory.let_go(sequence.id)
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether a sequence is this engine's, and live."""
@@ -242,12 +280,17 @@ class EngineCore:
         grid_length: int = 0,
         publish: bool = True,
         priority: int = 0,
+        resume: Resume | None = None,
     ) -> StepResult:
         """Executes a plan: materializes if asked, computes, hands out, publishes, reports.
 
-        `grid_length`: leading tokens that whole chunks computed, if the plan is not aligned itself.
+        Args:
+          grid_length: leading tokens that whole chunks computed, if the plan is not aligned itself.
+          resume: where recurrent layers start; the caller keeps its reference.
         """
         memory = self._memory
+        if memory.states is not None:
+            work = replayed(work, resume)
         planned = time.perf_counter()
         on_grid = len(work.tokens) if work.aligned else grid_length
         moved = Materialized(segments=work.attended, fresh=EMPTY_SEGMENTS[:, PAGE], moved=0)
@@ -269,6 +312,8 @@ class EngineCore:
                 max_deltas=self.max_deltas,
                 chunk_size=self.chunk_size,
                 write=work.write,
+                kept=work.kept,
+                carry=carry_of(memory, resume, work),
             )
             forwarded = time.perf_counter()
             attended = extended(moved.segments, done.placement)
@@ -288,15 +333,24 @@ class EngineCore:
                     grid_length=on_grid // self._grid * self._grid,
                     priority=priority,
                     rotate=work.rotate,
+                    sight=self._sight,
                     logits=result,
+                    state=done.state,
                 )
             )
+        except BaseException:
+            if done is not None:
+                memory.release_states(slot for _, slot in done.states)
+            raise
         finally:
             memory.release(moved.fresh)
             if done is not None:
                 memory.release(done.placement.fresh)
-        if publish:
-            self._publish(sequence)
+        try:
+            if publish:
+                self._publish(sequence, done.states)
+        finally:
+            memory.release_states(slot for _, slot in done.states)
         self._shapes |= done.shapes
         self._counters.update(matched=work.matched, relocated=work.relocated, forwarded=len(work.forward))
         timings = {
@@ -320,11 +374,15 @@ class EngineCore:
     ) -> list[Generation]:
         """Continues live sequences, each by at most its limit, in one compiled loop."""
         placements: list[Placement] = []
+        written: list[int] = []  # state slots
         claimed: set[int] = set()
         try:
             for sequence, limit in zip(sequences, limits, strict=True):
                 positions = np.arange(limit, dtype=np.int32) + len(sequence)
                 placements.append(self._memory.place(sequence.segments, positions, claimed))
+            if self._memory.states is not None:
+                written.extend(self._memory.new_state() for _ in sequences)
+                self._memory.states.begins |= dict(zip(written, map(len, sequences), strict=True))
             decoded = decode_batch(
                 self._memory,
                 self._params,
@@ -333,11 +391,15 @@ class EngineCore:
                 limits=limits,
                 samplings=samplings,
                 max_deltas=self.max_deltas,
+                written=written or None,
             )
-            done = [self._finish(*each) for each in zip(sequences, placements, decoded, strict=True)]
+            states: list[int | None] = [*written] or [None] * len(sequences)
+            rows = zip(sequences, placements, decoded, states, strict=True)
+            done = [self._finish(*row) for row in rows]
         finally:
             for placement in placements:
                 self._memory.release(placement.fresh)
+            self._memory.release_states(written)
         if publish:
             for generation in done:
                 self._publish(generation.sequence)
@@ -360,14 +422,24 @@ class EngineCore:
             rotate=sequence.rotate,
             max_deltas=self.max_deltas,
             chunk_size=self.chunk_size,
+            carry=self._carry(sequence, len(tokens)),
             logits="all",
             capture=True,
         )
         self._memory.release(done.placement.fresh)
+        self._memory.release_states(slot for _, slot in done.states)
         self._shapes |= done.shapes
         return done
 
-    def _finish(self, source: Sequence, placement: Placement, decoded: Decoded) -> Generation:
+    def _carry(self, sequence: Sequence, added: int) -> Carry | None:
+        """Recurrent layers go on from a sequence's own state."""
+        if sequence.state is None:
+            return None
+        return Carry(sequence.state, len(sequence), (len(sequence) + added,))
+
+    def _finish(
+        self, source: Sequence, placement: Placement, decoded: Decoded, state: int | None
+    ) -> Generation:
         """Hands out a generation; slots that were reserved and not written go back."""
         end = len(source) + len(decoded.tokens)
         written = Placement.of(clip(placement.segments, 0, end))
@@ -384,7 +456,9 @@ class EngineCore:
                 grid_length=source.grid_length,
                 priority=source.priority,
                 rotate=source.rotate,
+                sight=source.sight,
                 logits=decoded.logits,
+                state=state if len(decoded.tokens) else source.state,
             )
         )
         self._counters["generated"] += len(decoded.tokens)
@@ -400,10 +474,16 @@ class EngineCore:
         # A model's vocabulary may be padded beyond its tokenizer's.
         return tokenizer.decode(tokens[tokens < tokenizer.vocab_size]) if tokenizer else None
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Offers what is exact to the prefix index: after the step returned, never before."""
+    def _publish(self, sequence: Sequence, states: tuple[tuple[int, int], ...] = ()) -> None:
+        """Offers what is exact to the prefix index: after the step returned, never before.
+
+        With it go states (position, slot) left on the way, and the one behind its last token.
+        """
         if self._prefix_cache:
-            self._memory.publish(sequence, sequence.grid_length if self._grid > 1 else len(sequence))
+            if sequence.state is not None:
+                states = (*states, (len(sequence), sequence.state))
+            limit = sequence.grid_length if self._grid > 1 else len(sequence)
+            self._memory.publish(sequence, limit, states)
 
     def _require_live(self, sequence: Sequence) -> None:
         if not isinstance(sequence, Sequence):

@@ -20,6 +20,7 @@ from jaxkv.cache.sequence import (
     Sequence,
 )
 from jaxkv.caching import CacheControl
+from jaxkv.carry import resume_edit
 from jaxkv.checks import (
     check_count,
     check_length,
@@ -41,6 +42,7 @@ from jaxkv.revising import Revising
 from jaxkv.stats import Stats, domain_stats, engine_stats
 from jaxkv.trials import Trials
 from jaxkv.typing import Float32
+from jaxkv.windows import resumer
 
 
 class Engine(CacheControl, Batching, Revising):
@@ -51,6 +53,9 @@ class Engine(CacheControl, Batching, Revising):
       num_pages: pages in the pool, 1024 if not given; a page holds `page_size` tokens of every layer.
       capacity_bytes: the pool's size in bytes of KV, instead of `num_pages`.
       page_size: slots in a page, a power of two from 8 to 256.
+      local_pages: pages of layers that see a window, for a model that has such layers: enough for the
+        windows that are in use, docs/families.md says how many. None gives them `num_pages`, which edits
+        that compute in the middle of a text need.
       chunk_size: tokens of one prefill step; a multiple of `page_size`.
       kv_dtype: "float32", "bfloat16", or quantized, "int8" or "float8_e4m3fn" (docs/quantized.md); the
         model's dtype when None.
@@ -65,6 +70,11 @@ class Engine(CacheControl, Batching, Revising):
       disk_tier_bytes: what the directory may hold.
       clock: seconds that never go back, for lifetimes, pins and `TTL`.
       prefix_cache: whether exact prefixes are published and matched.
+      num_states: of a model with recurrent layers, states that fit: one for each running sequence and each
+        snapshot, two for a sequence that is computed; 64 when None.
+      snapshot_every: tokens between snapshots of a long text, for such a model; 4 chunks when None.
+      keep_operators: keep beside each state what its tokens make of any other, about as many bytes again;
+        `SCR(states="compose")` needs it.
       adapter_digest: content digest (`jaxkv.params_digest`) of an adapter that is part of the weights.
       poison_free_pages: fill free pages with NaN, so that a stray read shows; for tests.
       implementation: of attention and page writes: "auto", "xla", "pallas_tpu", "pallas_gpu", "triton".
@@ -104,7 +114,9 @@ class Engine(CacheControl, Batching, Revising):
             encode=self.model.tokenizer.encode if self.model.tokenizer else None,
             trial=trials.run,
         )
-        work = plan(policy, sequence, tokens, grid=self._grid, probe=prober)
+        work = plan(
+            policy, sequence, tokens, grid=self._grid, probe=prober, resume=resumer(self._memory, sequence)
+        )
         self._shapes |= prober.shapes
         if work.trial is not None:
             return trials.take(work)
@@ -114,9 +126,19 @@ class Engine(CacheControl, Batching, Revising):
         whole = work.prefix == len(tokens) == len(sequence)
         end = MatchEnd(Cause.COMPLETE if whole else Cause.TOKENS, work.prefix)
         on_grid = min(sequence.grid_length, work.prefix)
-        return self._apply(
-            work, sequence.contract, end, started, grid_length=on_grid, priority=sequence.priority
-        )
+        resume = resume_edit(self._memory, sequence, work)
+        try:
+            return self._apply(
+                work,
+                sequence.contract,
+                end,
+                started,
+                grid_length=on_grid,
+                priority=sequence.priority,
+                resume=resume,
+            )
+        finally:
+            self._memory.release_states([] if resume is None else resume.held)
 
     def generate(
         self,
@@ -192,7 +214,8 @@ class Engine(CacheControl, Batching, Revising):
     def read_kv(self, sequence: Sequence) -> KVState:
         """Keys (un-rotated) and values of a sequence, read back to the host in float32."""
         self._require_live(sequence)
-        return read_kv(self._memory.pages[0], self._memory.pool, sequence, self.config)
+        memory = self._memory
+        return read_kv(memory.pages, memory.pool, sequence, self.config, memory.residency)
 
     @interruptible
     def fork(self, sequence: Sequence) -> Sequence:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache.sequence import Sequence
-from jaxkv.cache.table import bucket
+from jaxkv.cache.table import StateInput, bucket
 from jaxkv.errors import ConfigError
 from jaxkv.execute import extended
 from jaxkv.memory import Memory
@@ -17,6 +17,7 @@ from jaxkv.model.sampling import SamplingInput
 from jaxkv.schedule import Placement, for_shape, make_table
 from jaxkv.steps import DecodeInput, DecodeOutput, Pages, decode_many
 from jaxkv.typing import Array, Int32
+from jaxkv.windows import group_inputs
 
 LOOP_STEPS = 32  # tokens of one compiled loop; between loops the host looks whether all rows ended
 
@@ -70,8 +71,12 @@ def decode_batch(
     limits: list[int],
     samplings: list[Sampling],
     max_deltas: int,
+    written: list[int] | None = None,
 ) -> list[Decoded]:
     """Generates up to its limit for each sequence into the slots of its placement.
+
+    With recurrent layers each row writes its state into its slot of `written`; a row without tokens leaves
+    that as it was.
 
     The shapes depend on the batch's bucket alone: a loop ends when all rows have, so a short
     generation costs no more in the one compiled loop than in one of its own.
@@ -106,19 +111,32 @@ def decode_batch(
     tokens: list[list[Int32]] = [[] for _ in sequences]
     stopped = np.zeros(size, bool)
 
+    states = None
+    if memory.states is not None and written is not None:
+        unused = [memory.states.none] * idle
+        read = [memory.states.none if s.state is None else s.state for s in sequences]
+        states = np.array([read + unused, written + unused], np.int32)
+
     def one(pages: Pages, inputs: DecodeInput) -> tuple[Pages, DecodeOutput]:
         out = decode_many(params, pages, inputs, config=memory.config, backend=memory.backend)
         return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
 
     for number in range(rounds):
+        limit = np.where(stopped, 0, np.minimum(left, steps)).astype(np.int32)
+        part = slots[:, number * steps : (number + 1) * steps]
+        queries = [np.arange(lengths[b], lengths[b] + limit[b], dtype=np.int32) for b in range(batch)]
+        groups = group_inputs(memory, part, table, rows, queries, max_deltas=max_deltas)
         inputs = DecodeInput(
             logits=logits,
             positions=lengths,
-            limits=np.where(stopped, 0, np.minimum(left, steps)).astype(np.int32),
+            limits=limit,
             stop=stop,
-            slots=(slots[:, number * steps : (number + 1) * steps],),
-            tables=(table,),
+            slots=tuple(group.slots for group in groups),
+            tables=tuple(group.table for group in groups),
             sampling=sampling,
+            states=None
+            if states is None
+            else StateInput(read=states[min(number, 1)], write=states[1], fresh=np.full(size, number == 0)),
         )
         out = memory.run(one, inputs)
         memory.wait(out.counts)

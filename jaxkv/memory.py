@@ -12,8 +12,8 @@ import functools
 import itertools
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -27,21 +27,41 @@ from jaxkv.cache.metrics import Metrics
 from jaxkv.cache.pages import make_pages, poison_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
-from jaxkv.cache.sequence import Sequence
+from jaxkv.cache.residency import Residency
+from jaxkv.cache.sequence import EMPTY_SEGMENTS, PAGE, Sequence, clip
+from jaxkv.cache.states import kv_groups, poison_states, spent
 from jaxkv.cache.tiers import Tiers
 from jaxkv.cache.tree import Pin
 from jaxkv.errors import CapacityError, HandleError
 from jaxkv.model.backend import AUTO, Backend
-from jaxkv.model.config import ModelConfig
+from jaxkv.model.config import LayerGroup, ModelConfig
 from jaxkv.parallel import make_placed
+from jaxkv.recurrent import StateStore
 from jaxkv.reuse.ledger import attention_flops, token_flops
 from jaxkv.schedule import Placement, place
 from jaxkv.steps import Pages
 from jaxkv.tiering import complete, spill
 from jaxkv.typing import Int32
+from jaxkv.windows import make_residency, resume_point, shortened
 
 T = TypeVar("T")
+
+
+class ResumePoint(Protocol):
+    """What layers need, beside the KV of a prefix, in order to go on behind it."""
+
+    @property
+    def cause(self) -> Cause:
+        """Why a match is shortened."""
+        ...
+
+    def resume_point(self, segments: Int32, length: int) -> int:
+        """The deepest position, at most `length`, behind which these layers can go on."""
+        ...
+
+
 _ids = itertools.count(1)
+_NO_PAGES = EMPTY_SEGMENTS[:, PAGE]
 MOST_PAST = 8  # contracts of earlier weights that a miss is explained with
 
 
@@ -62,15 +82,24 @@ class Memory:
         clock: Callable[[], float] = time.monotonic,
         quota: int | None = None,
         tiers: Tiers | None = None,
+        states: StateStore | None = None,
+        local_pages: int | None = None,
     ) -> None:
         self.config = config
+        self.states = states  # with recurrent layers
         self.backend = backend
         self.kv_dtype = kv_dtype
         self.poison = poison
         self.grid = grid
         self.clock = clock
         self.eviction = _with_costs(eviction or LRU(), config)
-        self.page_bytes = page_size * kv_token_bytes(config, kv_dtype)
+        self._local_pages = local_pages
+        self.residency = self._make_residency(num_pages, page_size)
+        # What shortens a match to where every layer can go on: objects with a cause and a resume_point.
+        self.resumes: list[ResumePoint] = [] if self.residency is None else [self.residency]
+        every, unbounded = (kv_token_bytes(config, kv_dtype, windowed=each) for each in (True, False))
+        self.page_bytes = max(page_size * (every if self.residency is None else unbounded), 1)
+        self.local_page_bytes = page_size * (every - unbounded)
         self.metrics = Metrics()
         self.quota = quota  # pages, of a domain that has no quota of its own
         self.quotas: dict[Domain, int | None] = {}
@@ -79,6 +108,7 @@ class Memory:
         self.pool = PagePool(num_pages, page_size)
         self.index = self._make_index()
         self.live: dict[int, Int32] = {}  # held pages of every sequence handed out, by id
+        self._tails: dict[int, Int32] = {}  # those of them in its last window, where local pages are bounded
         self.interrupted = False  # a call ended by Ctrl-C or the like
         self.evicted = 0  # pages taken from the index to make room
         self._lost = False
@@ -94,6 +124,7 @@ class Memory:
             clock=self.clock,
             metrics=self.metrics,
             quota_of=self._quota_of,
+            snapshots=None if self.states is None else self.states.snapshots,
         )
         index.gone = None if self.tiers is None else []
         return index
@@ -103,6 +134,9 @@ class Memory:
             return None
         return self.quotas.get(contract.domain, self.quota)
 
+    def _make_residency(self, num_pages: int, page_size: int) -> Residency | None:
+        return make_residency(self.config, num_pages, page_size, self._local_pages, self.grid)
+
     def _make_pages(self) -> Pages:
         try:
             pages = tuple(
@@ -111,7 +145,7 @@ class Memory:
                         make_pages,
                         self.config,
                         group,
-                        num_pages=self.pool.num_pages,
+                        num_pages=self._group_pages(group),
                         page_size=self.pool.page_size,
                         dtype=self.kv_dtype,
                         platform=self.backend.storage_platform,
@@ -127,17 +161,30 @@ class Memory:
                 "pool that fits the device's memory"
             ) from error
         if self.poison:
-            everything = np.arange(self.pool.num_pages, dtype=np.int32)
-            pages = tuple(poison_pages(group, everything) for group in pages)
-        return pages
+            pages = tuple(poison_pages(group, np.arange(group.num_pages, dtype=np.int32)) for group in pages)
+        if self.states is None:
+            return pages
+        make = functools.partial(self.states.make_pool, self.backend.storage_platform, poison=self.poison)
+        return (*pages, make_placed(make, self.backend.mesh))
+
+    def _group_pages(self, group: LayerGroup) -> int:
+        held = self.residency
+        return held.capacity if held is not None and group.window else self.pool.num_pages
 
     def begin(self) -> None:
         """Starts a call: lets go what was collected or expired, and mends what the last call broke."""
-        if any(group.kv.is_deleted() for group in self.pages):
+        if spent(self.pages):
             self._lose()
+        if self.states is not None and (self._lost or self.interrupted):
+            self.states.restart(() if self._lost else self.live)
         if self._lost:
             self.pool = PagePool(self.pool.num_pages, self.pool.page_size)
             self.index = self._make_index()
+            if self.residency is not None:
+                self.resumes.remove(self.residency)
+                self.residency = self._make_residency(self.pool.num_pages, self.pool.page_size)
+                assert self.residency is not None
+                self.resumes.append(self.residency)
             self.pages = self._make_pages()
         elif self.interrupted:
             # It may have struck between an array operation and its note: only the sequences that were
@@ -157,7 +204,7 @@ class Memory:
         try:
             self.pages, result = step(self.pages, *inputs)
         except Exception as error:
-            if any(group.kv.is_deleted() for group in self.pages):
+            if spent(self.pages):
                 raise self._lose() from error
             raise
         return result
@@ -199,6 +246,7 @@ class Memory:
         root, public = contract.digest(), contract.within(Domain(), scope=PUBLIC).digest()
         match = self.index.match(root, tokens, limit=limit, public=public)
         match = complete(self, contract, tokens, limit, match)
+        match = shortened(self, match)
         if match.end.limiting is Cause.ABSENT:
             match = dataclasses.replace(match, end=self._absence(contract, match.end))
         return match
@@ -206,7 +254,10 @@ class Memory:
     def peek(self, contract: CacheContract, tokens: Int32, *, limit: int) -> tuple[int, Int32]:
         """Tokens that `match` would find in the pool, and their pages. Pins, ages and restores nothing."""
         roots = (contract.digest(), contract.within(Domain(), scope=PUBLIC).digest())
-        return max((self.index.peek(root, tokens, limit=limit) for root in roots), key=lambda found: found[0])
+        found = [self.index.peek(root, tokens, limit=limit) for root in roots]
+        length, segments = max(found, key=lambda each: each[0])
+        length, cause = resume_point(self, segments, length)
+        return length, (segments if cause is None else clip(segments, 0, length))[:, PAGE]
 
     def _absence(self, contract: CacheContract, end: MatchEnd) -> MatchEnd:
         """Why a domain has nothing: maybe it has, under earlier weights."""
@@ -218,10 +269,16 @@ class Memory:
                 return MatchEnd(Cause.CONTRACT, end.position, fields=fields)
         return end
 
-    def publish(self, sequence: Sequence, limit: int) -> None:
-        """Offers the exact prefix of a sequence to its domain: after the step returned, never before."""
+    def publish(self, sequence: Sequence, limit: int, states: tuple[tuple[int, int], ...] = ()) -> None:
+        """Offers the exact prefix of a sequence to its domain: after the step returned, never before.
+
+        `states`: positions and slots, of which those behind exact tokens alone are kept.
+        """
         prefix = sequence.exact_prefix(limit)
         self.insert(sequence.contract, prefix.tokens, prefix.segments, sequence.priority)
+        exact = [state for state in states if state[0] <= len(prefix.tokens)]
+        if exact:
+            self.index.keep_states(sequence.contract.digest(), prefix.tokens, exact)
 
     def insert(self, contract: CacheContract, tokens: Int32, segments: Int32, priority: int = 0) -> None:
         """Puts exact KV into the index and keeps the domain within its quota."""
@@ -270,14 +327,55 @@ class Memory:
         weakref.finalize(sequence, self._collected.append, sequence.id)
         self.pool.retain(held)
         self.live[sequence.id] = held
+        if self.residency is not None:
+            self._tails[sequence.id] = self.residency.tail(sequence.table_segments, len(sequence))
+        if self.states is not None and sequence.state is not None:
+            self.states.adopt(sequence.id, sequence.state)
         return sequence
+
+    def let_go(self, sequence: int) -> None:
+        """Releases what a sequence handed out holds, if it still does."""
+        held = self.live.pop(sequence, None)
+        if self.states is not None:
+            self.states.let_go(sequence)
+        if held is not None:
+            self.release(held)
+
+    def new_state(self) -> int:
+        """A state slot to write, with one reference, after giving up a snapshot if it must."""
+        assert self.states is not None
+        self.collect()
+        slot = self.states.allocate(self.eviction)
+        self._freed(_NO_PAGES)
+        return slot
+
+    def release_states(self, slots: Iterable[int]) -> None:
+        """Gives back one reference for each slot."""
+        if self.states is not None and not self._lost:
+            for slot in slots:
+                self.states.release(slot)
+            self._freed(_NO_PAGES)
+
+    def hold_local(self, pages: Int32, slots: Int32, keep: Int32) -> None:
+        """Gives local layers pages for what a step writes; see `Residency.hold`."""
+        assert self.residency is not None
+        self.collect()
+        self._tails = {id: tail for id, tail in self._tails.items() if id in self.live}
+        self._poison(self.residency.hold(pages, slots, keep, self._tails.values()), local=True)
+
+    def _poison(self, pages: Int32, *, local: bool | None = None) -> None:
+        """Poisons pages of the local groups, of the others, or of all."""
+        if self.poison and len(pages) and not spent(self.pages):
+            kv = tuple(
+                poison_pages(held, pages) if local is None or local == bool(group.window) else held
+                for group, held in zip(self.config.groups, kv_groups(self.pages), strict=True)
+            )
+            self.pages = (*kv, *self.pages[len(kv) :])
 
     def collect(self) -> None:
         """Releases the sequences that were garbage-collected."""
         while self._collected:
-            held = self.live.pop(self._collected.popleft(), None)
-            if held is not None:
-                self.release(held)
+            self.let_go(self._collected.popleft())
 
     def release(self, pages: Int32) -> None:
         """Gives back one reference for each entry."""
@@ -285,14 +383,25 @@ class Memory:
             self._freed(self.pool.release(pages))
 
     def _freed(self, pages: Int32) -> None:
-        if self.poison and len(pages) and not any(group.kv.is_deleted() for group in self.pages):
-            self.pages = tuple(poison_pages(group, pages) for group in self.pages)
+        if self.residency is not None and len(pages):
+            self._poison(self.residency.drop(pages), local=True)
+            self._poison(pages, local=False)
+        else:
+            self._poison(pages)
+        slots = [] if self.states is None or not self.poison else self.states.take_freed()
+        if slots and not spent(self.pages):
+            pool = poison_states(self.pages[-1], np.array(slots, np.int32))
+            self.pages = (*self.pages[:-1], pool)
 
     def check(self) -> None:
         """Integrity: live sequences and the index account for every reference, or a HandleError."""
         self.begin()
         self.index.check()
         self.pool.check([*self.live.values(), *self.index.references()])
+        if self.states is not None:
+            self.states.check()
+        if self.residency is not None:
+            self.residency.check(np.flatnonzero(self.pool.refcount > 0).astype(np.int32))
 
 
 def _with_costs(policy: EvictionPolicy, config: ModelConfig) -> EvictionPolicy:

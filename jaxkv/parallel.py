@@ -24,6 +24,7 @@ from jax.sharding import AxisType, Mesh
 from jaxkv.errors import ConfigError, nearest
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.params import LAYER_AXES, PARAM_AXES, Params
+from jaxkv.model.recurrent_params import RECURRENT_AXES, RecurrentParams
 from jaxkv.model.sharding import DATA, MODEL, PAGE_AXES, model_size, shardings
 from jaxkv.typing import Array
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 AXES = (DATA, MODEL)
-WEIGHT_AXES = {**LAYER_AXES, **PARAM_AXES}
 
 
 def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
@@ -123,7 +123,12 @@ def split_replicas(mesh: Mesh) -> tuple[Mesh, ...]:
 def weight_shardings(params: Params, config: ModelConfig, mesh: Mesh) -> Any:
     """A `NamedSharding` for every weight of `params`, arrays or their shapes; see the rule above."""
     whole = () if config.num_kv_heads % model_size(mesh) == 0 else ("heads", "kv_heads")
-    return shardings(params, mesh, WEIGHT_AXES, whole)
+    layers = tuple(
+        shardings(layer, mesh, RECURRENT_AXES if isinstance(layer, RecurrentParams) else LAYER_AXES, whole)
+        for layer in params.layers
+    )
+    rest: Any = params.replace(layers=())  # type: ignore[attr-defined]
+    return shardings(rest, mesh, PARAM_AXES, whole).replace(layers=layers)
 
 
 def place_params(params: Params, config: ModelConfig, mesh: Mesh | None) -> Params:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from jaxkv.cache.pages import KVPages, read_slots
 from jaxkv.cache.sequence import FIRST, HI, LO, PAGE, Sequence, clip, slots_of
@@ -21,15 +22,18 @@ from jaxkv.errors import ConfigError
 from jaxkv.execute import compute
 from jaxkv.memory import Memory
 from jaxkv.model.attention import MASKED
-from jaxkv.model.config import ModelConfig
-from jaxkv.model.params import Params
+from jaxkv.model.config import ModelConfig, RopeConfig
+from jaxkv.model.layers import rms_norm
+from jaxkv.model.params import LayerParams, Params
 from jaxkv.model.rope import rope_angles, rotate
 from jaxkv.parallel import to_host
-from jaxkv.reuse.ledger import attention_flops, token_flops
+from jaxkv.recurrent import refuse
+from jaxkv.reuse.ledger import attended_flops, token_flops
 from jaxkv.reuse.policies import Edit, Policy
 from jaxkv.reuse.policies.base import ranges
 from jaxkv.reuse.probes import Attention, Deviation, Encoded, Probe
 from jaxkv.typing import Array, Bool, Float32, Int32
+from jaxkv.windows import refuse_bound
 
 _PAIRS = 1 << 20  # queries × keys of one attention probe step: bounds its temporaries
 _RIDGE = 1e-6  # of the mean diagonal: keeps the least squares of float32 weights solvable
@@ -66,6 +70,8 @@ class Prober:
         return answer, flops
 
     def _answer(self, edit: Edit, probe: Probe) -> tuple[Any, float]:
+        if not isinstance(probe, Encoded):
+            refuse(self._memory.config, f"the probe {type(probe).__name__}", "a policy that asks nothing")
         if isinstance(probe, Deviation):
             return self._deviation(edit, probe.layer)
         if isinstance(probe, Attention):
@@ -84,7 +90,7 @@ class Prober:
         if not len(positions):
             return found, 0.0
         # The model cut off behind the layer: what it writes there depends on no later one.
-        short = dataclasses.replace(config, num_layers=layer + 1)
+        short = config.first_layers(layer + 1)
         done = compute(
             memory,
             self._params.replace(layers=self._params.layers[: layer + 1]),  # type: ignore[attr-defined]
@@ -95,7 +101,6 @@ class Prober:
             rotate=sequence.rotate,
             max_deltas=self._max_deltas,
             chunk_size=self._chunk_size,
-            config=short,
         )
         self.shapes |= {(*shape, "cut", layer) for shape in done.shapes}
         self.shapes.add(("changes", bucket(len(positions), 256)))
@@ -111,8 +116,8 @@ class Prober:
         if len(where):
             scale_k, scale_v = (max(float(x.mean()), 1e-30) for x in (k, v))
             found[where] = dk / scale_k + dv / scale_v
-        keys = int((positions.astype(np.int64) + 1).sum())
-        return found, float(token_flops(short) * len(positions) + attention_flops(short) * keys)
+        keys = positions.astype(np.int64) + 1
+        return found, float(token_flops(short) * len(positions)) + attended_flops(short, keys)
 
     def _attention(self, edit: Edit, depths: tuple[float, ...]) -> tuple[Float32, float]:
         found = np.zeros(edit.new_length, np.float32)
@@ -183,15 +188,19 @@ def layers_at(depths: tuple[float, ...], config: ModelConfig) -> tuple[int, ...]
 def squared_changes(
     memory: Memory, layer: int, fresh: Places, cached: Places
 ) -> tuple[Float32, Float32, Float32, Float32]:
-    """‖ΔK‖², ‖K‖², ‖ΔV‖², ‖V‖² of tokens at one layer, f32[n] each; keys compared as un-rotated."""
+    """‖ΔK‖², ‖K‖², ‖ΔV‖², ‖V‖² of tokens at one layer, f32[n] each; keys compared as un-rotated.
+
+    Raises:
+      ConfigError: the layer is local and its pages are bounded.
+    """
     count = len(fresh.slots)
     if not count:
         nothing = np.zeros(0, np.float32)
         return nothing, nothing, nothing, nothing
     padded = np.zeros((3, bucket(count, 256)), np.int32)
     padded[:, :count] = fresh.slots, cached.slots, fresh.births - cached.births
-    group, index = _row_of(memory.config, layer)
-    found = _changes(memory.pages[group], jnp.int32(index), *padded, config=memory.config)
+    group, index = _whole(memory, layer)
+    found = _changes(memory.pages[group], jnp.int32(index), *padded, config=memory.config, group=group)
     a, b, c, d = (to_host(x)[:count] for x in found)
     return a, b, c, d
 
@@ -218,13 +227,16 @@ def attention_mass(
       counted: bool[n], by position.
       layer: where the attention is read.
       heads: "max" for the head that attends most, "mean" for all.
+
+    Raises:
+      ConfigError: the layer is local and its pages are bounded.
     """
     config = memory.config
     result = np.zeros(len(queries), np.float32)
     if not len(queries):
         return result, 0.0
-    group, index = _row_of(config, layer)
-    recover = _recovery(params.layers[layer].qkv, config=config)
+    group, index = _whole(memory, layer)
+    recover = _recovery(params.layers[layer], config=config)
     size = bucket(len(places.slots), 256)
     keys = np.zeros((3, size), np.int32)
     keys[2] = np.iinfo(np.int32).max  # padding stands behind every query
@@ -238,38 +250,56 @@ def attention_mass(
         rows = np.zeros((3, chunk), np.int32)
         count = len(queries[part])
         rows[:, :count] = asked.slots[part], asked.births[part], asked.stands[part]
-        mass = _mass(memory.pages[group], jnp.int32(index), recover, rows, keys, marked, config=config)
+        mass = _mass(
+            memory.pages[group], jnp.int32(index), recover, rows, keys, marked, config=config, group=group
+        )
         mass = to_host(mass)[:count]
         result[part] = mass.max(axis=1) if heads == "max" else mass.mean(axis=1)
-    width = 2 * config.num_kv_heads * config.head_dim
+    width = (1 if config.qk_norm else 2) * config.num_kv_heads * config.head_dim
     size_q, dim = config.num_heads * config.head_dim, config.embed_dim
     solve = 2 * dim * width * (width + size_q) + 2 * width**3 // 3 + 2 * width**2 * size_q
     attended = np.searchsorted(places.stands, queries, side="right").sum()
     return result, float(solve + 2 * width * size_q * len(queries) + 2 * size_q * int(attended))
 
 
-def _row_of(config: ModelConfig, layer: int) -> tuple[int, int]:
-    """The group of a layer, and its index in it."""
-    for number, group in enumerate(config.groups):
-        if layer in group.layers:
-            return number, group.layers.index(layer)
-    raise ConfigError(f"layer is {layer}, expected one that attends")
+def _whole(memory: Memory, layer: int) -> tuple[int, int]:
+    """The group of a layer and its index in it, if the group holds the KV of every token."""
+    group, index = memory.config.group_of(layer)
+    if memory.config.groups[group].window:
+        refuse_bound(memory, "looking at cached KV layer by layer")
+    return group, index
 
 
-def _turned(keys: Array, turn: Array, config: ModelConfig, magnitude: float = 1.0) -> Array:
-    """R(turn) keys, of f32[n, K, H] and i32[n], for turns of either sign."""
-    cos, sin = rope_angles(jnp.abs(turn), config.rope, 2 * config.max_positions)
+@struct.dataclass(kw_only=True)
+class _Recovery:
+    """From a token's un-rotated key and value to its queries: state · weight + offset."""
+
+    weight: Array  # f32[S, K·G·H], S = 2·K·H, or K·H where values alone are read
+    offset: Array  # f32[K·G·H]
+    norm: Array | None  # f32[H], of queries
+
+
+def _turned(keys: Array, turn: Array, rope: RopeConfig, most: int, magnitude: float = 1.0) -> Array:
+    """R(turn) keys, of f32[n, K, H] and i32[n], for turns of either sign up to `most`."""
+    cos, sin = rope_angles(jnp.abs(turn), rope, most)
     sign = jnp.sign(turn).astype(jnp.float32)[:, None]
     return rotate(keys, cos[:, None], (sin * sign)[:, None], magnitude=magnitude)
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@functools.partial(jax.jit, static_argnames=("config", "group"))
 def _changes(
-    group: KVPages, layer: Array, fresh: Array, cached: Array, turn: Array, *, config: ModelConfig
+    pages: KVPages,
+    layer: Array,
+    fresh: Array,
+    cached: Array,
+    turn: Array,
+    *,
+    config: ModelConfig,
+    group: int,
 ) -> tuple[Array, ...]:
-    head_dim = config.head_dim
-    a, b = (read_slots(group, layer, slots).astype(jnp.float32) for slots in (fresh, cached))
-    moved = _turned(b[..., :head_dim], turn, config)
+    head_dim, rope = config.head_dim, config.groups[group].rope
+    a, b = (read_slots(pages, layer, slots).astype(jnp.float32) for slots in (fresh, cached))
+    moved = _turned(b[..., :head_dim], turn, rope, 2 * config.max_positions)
 
     def squared(x: Array) -> Array:
         return jnp.sum(x * x, axis=(1, 2))
@@ -279,43 +309,58 @@ def _changes(
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
-def _recovery(qkv: Array, *, config: ModelConfig) -> Array:
-    """The map f32[2·K·H, K·G·H] from a token's un-rotated key and value to its queries."""
-    group, dim = config.group_size, qkv.shape[0]
-    qkv = qkv.astype(jnp.float32)
-    both = qkv[:, :, group:].reshape(dim, -1)  # [D, K·2H], each KV head's key, then its value
+def _recovery(layer: LayerParams, *, config: ModelConfig) -> _Recovery:
+    """Least squares over states. A normalized key has lost its length: then values alone are read."""
+    group, dim = config.group_size, layer.qkv.shape[0]
+    first = group + 1 if config.qk_norm else group
+    qkv = layer.qkv.astype(jnp.float32)
+    both = qkv[:, :, first:].reshape(dim, -1)  # [D, K·2H], each KV head's key, then its value
     gram = both.T @ both
     ridge = _RIDGE * jnp.mean(jnp.diag(gram))
-    return jnp.linalg.solve(
+    weight = jnp.linalg.solve(
         gram + ridge * jnp.eye(gram.shape[0], dtype=jnp.float32),
         both.T @ qkv[:, :, :group].reshape(dim, -1),
     )
+    offset = jnp.zeros(weight.shape[1], jnp.float32)
+    if layer.qkv_bias is not None:
+        offset = layer.qkv_bias[:, :group].reshape(-1) - layer.qkv_bias[:, first:].reshape(-1) @ weight
+    return _Recovery(weight=weight, offset=offset, norm=layer.q_norm)
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@functools.partial(jax.jit, static_argnames=("config", "group"))
 def _mass(
-    group: KVPages,
+    pages: KVPages,
     layer: Array,
-    recover: Array,
+    recover: _Recovery,
     rows: Array,
     keys: Array,
     marked: Array,
     *,
     config: ModelConfig,
+    group: int,
 ) -> Array:
     """Attention of rows (slot, birth, stand) on marked keys (slot, turn, stand): f32[T, N]."""
-    head_dim, kv_heads, rope = config.head_dim, config.num_kv_heads, config.rope
-    own = read_slots(group, layer, rows[0]).astype(jnp.float32)
-    own_keys = _turned(own[..., :head_dim], -rows[1], config, 1 / rope.magnitude)
-    state = jnp.concatenate([own_keys, own[..., head_dim:]], -1).reshape(rows.shape[1], -1)
-    q = (state @ recover).reshape(rows.shape[1], kv_heads, config.group_size, head_dim)
+    head_dim, kv_heads = config.head_dim, config.num_kv_heads
+    rope, window = config.groups[group].rope, config.groups[group].window
+    most = 2 * config.max_positions
+    own = read_slots(pages, layer, rows[0]).astype(jnp.float32)
+    state = own[..., head_dim:]
+    if not config.qk_norm:
+        own_keys = _turned(own[..., :head_dim], -rows[1], rope, most, 1 / rope.magnitude)
+        state = jnp.concatenate([own_keys, state], -1)
+    q = state.reshape(rows.shape[1], -1) @ recover.weight + recover.offset
+    q = q.reshape(rows.shape[1], kv_heads, config.group_size, head_dim)
+    if recover.norm is not None:
+        q = rms_norm(q, recover.norm, config.norm_eps)
     cos, sin = rope_angles(rows[2], rope, config.max_positions)
-    q = rotate(q * head_dim**-0.5, cos[:, None, None], sin[:, None, None], magnitude=rope.magnitude)
-    k = read_slots(group, layer, keys[0]).astype(jnp.float32)[..., :head_dim]
+    q = rotate(q * config.attention_scale, cos[:, None, None], sin[:, None, None], magnitude=rope.magnitude)
+    k = read_slots(pages, layer, keys[0]).astype(jnp.float32)[..., :head_dim]
     # Slots of padding may hold anything, NaN included.
-    k = jnp.where((keys[2] < np.iinfo(np.int32).max)[:, None, None], _turned(k, keys[1], config), 0.0)
+    k = jnp.where((keys[2] < np.iinfo(np.int32).max)[:, None, None], _turned(k, keys[1], rope, most), 0.0)
     scores = jnp.einsum("tkgh,skh->tkgs", q, k)
     seen = keys[2] <= rows[2][:, None]
+    if window:
+        seen &= keys[2] > rows[2][:, None] - window
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
     mass: Array = jnp.sum(jnp.where(marked, weights, 0.0), axis=-1).reshape(rows.shape[1], -1)
     return mass

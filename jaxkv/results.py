@@ -61,7 +61,7 @@ class KVState:
     """Keys and values of a sequence, read back. Keys are un-rotated, so moves do not show in them."""
 
     positions: Int32  # i32[n], ascending; positions without KV are absent
-    keys: Float32  # f32[L, n, K, H]
+    keys: Float32  # f32[L, n, K, H], of the layers that attend
     values: Float32  # f32[L, n, K, H]
 
 

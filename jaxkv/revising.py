@@ -14,11 +14,13 @@ from jaxkv.checks import (
 )
 from jaxkv.core import EngineCore, interruptible
 from jaxkv.healing import displace, heal
+from jaxkv.recurrent import refuse
 from jaxkv.results import StepResult, report
 from jaxkv.reuse.diff import Span
 from jaxkv.reuse.estimate import Calibration, Estimate, Signals, load_calibration
 from jaxkv.reuse.plan import plan_heal
 from jaxkv.signals import read_signals
+from jaxkv.windows import resumer
 
 
 class Revising(EngineCore):
@@ -38,8 +40,9 @@ class Revising(EngineCore):
         """
         started = time.perf_counter()
         self._require_live(sequence)
+        refuse(self.config, "healing", "edit(sequence, tokens, Exact()), which resumes at a snapshot")
         count = check_count("tokens", tokens)
-        work = plan_heal(sequence, count, grid=self._grid)
+        work = plan_heal(sequence, count, grid=self._grid, resume=resumer(self._memory, sequence))
         done = heal(
             self._memory,
             self._params,
@@ -72,6 +75,7 @@ class Revising(EngineCore):
         """What `result`, an edit of `source` under an approximate policy, shows of its own error."""
         for sequence in (source, result.sequence):
             self._require_live(sequence)
+        refuse(self.config, "an error estimate", "the divergence itself, measured against Exact()")
         return read_signals(self._memory, self._params, source, result)[0]
 
     def estimate(
@@ -89,6 +93,7 @@ class Revising(EngineCore):
         """
         if result.reuse.kind == "exact":
             return Estimate(kl=0.0, bound=0.0)
+        refuse(self.config, "an error estimate", "the divergence itself, measured against Exact()")
         found = calibration or load_calibration(self._contract.weights_digest)
         for sequence in (source, result.sequence):
             self._require_live(sequence)

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, FIRST, HI, LO, PAGE, ends, frozen
-from jaxkv.cache.table import GroupInput, PageTable, StepInput, build_table
+from jaxkv.cache.table import GroupInput, PageTable, StateInput, StepInput, build_table
 from jaxkv.typing import Int32
 
 EMPTY: Int32 = EMPTY_SEGMENTS[:, PAGE]
@@ -207,8 +207,12 @@ def step_input(
     table: PageTable,
     *,
     drop: int,
+    states: tuple[int, int, bool] | None = None,
 ) -> StepInput:
-    """One row's step, padded to `shape` tokens; `drop` is the slot id that drops a write."""
+    """One row's step, padded to `shape` tokens, of one layer group; slot id `drop` drops a write.
+
+    `states`: the slots that recurrent layers read and write, and whether operators begin between them.
+    """
     count = len(positions)
     padded = np.zeros((3, 1, shape), np.int32)
     padded[0, 0, :count] = tokens
@@ -220,6 +224,14 @@ def step_input(
         positions=padded[1],
         lengths=np.array([count], np.int32),
         groups=(GroupInput(slots=padded[2], table=table),),
+        states=None if states is None else _state_input(states),
+    )
+
+
+def _state_input(slots: tuple[int, int, bool]) -> StateInput:
+    read, write, fresh = slots
+    return StateInput(
+        read=np.array([read], np.int32), write=np.array([write], np.int32), fresh=np.array([fresh])
     )
 
 

@@ -38,6 +38,18 @@ def engine_stats(memory: Memory, counters: Mapping[str, int], shapes: int) -> St
         "reuse_gap_mean": metrics.gaps.mean,  # seconds between two uses of an entry
         "reuse_gap_p50": metrics.gaps.quantile(0.5),
     }
+    if (states := memory.states) is not None:
+        stats["states_total"] = states.slots.num_slots
+        stats["states_free"] = states.slots.free_count
+        stats["snapshots"] = len(states.snapshots)
+        stats["snapshots_evicted"] = states.snapshots.evicted
+        stats["state_bytes"] = states.nbytes  # of one
+    if (held := memory.residency) is not None:
+        stats["local_pages_total"] = held.capacity
+        stats["local_pages_free"] = held.free_count
+        stats["local_pages_evicted"] = held.evicted
+        # Against local layers that keep a page for every one of the pool.
+        stats["local_bytes_saved"] = (pool.num_pages - held.capacity) * memory.local_page_bytes
     if (tiers := memory.tiers) is not None:
         for name in ("spilled", "restored"):
             stats[f"entries_{name}"] = tiers.counts[name]

@@ -15,19 +15,18 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxkv.cache.pages import KVPages, copy_slots
-from jaxkv.cache.table import GroupInput, PageTable, StepInput
+from jaxkv.cache.states import Pages, StatePool, compose_states, kv_groups, spent
+from jaxkv.cache.table import GroupInput, PageTable, StateInput, StepInput
 from jaxkv.errors import HandleError, RelocationError
 from jaxkv.model.attention import append_of
 from jaxkv.model.backend import AUTO, Backend
-from jaxkv.model.config import ModelConfig
+from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.params import Params
 from jaxkv.model.rope import rope_angles, rotate
 from jaxkv.model.sampling import SamplingInput, sample
 from jaxkv.model.sharding import keep_pages, make_whole, settle, tracing_on
 from jaxkv.model.transformer import StepOutput, forward_step
 from jaxkv.typing import Array
-
-Pages = tuple[KVPages, ...]
 
 
 @struct.dataclass(kw_only=True)
@@ -44,6 +43,7 @@ class DecodeInput:
     slots: tuple[Array, ...]  # per group i32[B, steps]
     tables: tuple[PageTable, ...]  # per group
     sampling: SamplingInput
+    states: StateInput | None = None  # with recurrent layers: of the first token; then rows go on in `write`
 
 
 @struct.dataclass(kw_only=True)
@@ -65,11 +65,10 @@ class Moves:
 
 
 def _check_live(pages: Pages) -> None:
-    for group in pages:
-        if isinstance(group.kv, jax.Array) and group.kv.is_deleted():
-            raise HandleError(
-                "pages were given to an earlier step, expected the value that the last step returned"
-            )
+    if spent(pages):
+        raise HandleError(
+            "pages were given to an earlier step, expected the value that the last step returned"
+        )
 
 
 @functools.partial(
@@ -132,12 +131,21 @@ def decode(
     return prefill(params, pages, step, config=config, backend=backend)
 
 
+def _next_states(states: StateInput, pool: StatePool, step: Array, active: Array) -> StateInput:
+    """The first token starts from the state that is given, every later one from the row's own."""
+    return StateInput(
+        read=jnp.where(step == 0, states.read, states.write),
+        write=jnp.where(active, states.write, pool.num_slots),
+        fresh=None if states.fresh is None else states.fresh & (step == 0),
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("config", "backend"), donate_argnames=("pages",))
 def _decode_many(
     params: Params, pages: Pages, inputs: DecodeInput, *, config: ModelConfig, backend: Backend = AUTO
 ) -> DecodeOutput:
     batch, steps = inputs.slots[0].shape
-    drop = tuple(group.num_slots for group in pages)
+    drop = tuple(group.num_slots for group in kv_groups(pages))
 
     def unfinished(state: tuple[Any, ...]) -> Array:
         i, _, _, _, counts, stopped = state
@@ -162,6 +170,7 @@ def _decode_many(
             positions=positions[:, None],
             lengths=active.astype(jnp.int32),
             groups=groups,
+            states=None if inputs.states is None else _next_states(inputs.states, pages[-1], i, active),
         )
         with tracing_on(backend.mesh):
             out = forward_step(params, pages, step, config=config, backend=backend)
@@ -207,9 +216,17 @@ def decode_many(
     return out
 
 
-def _relocate_group(group: KVPages, moves: Moves, config: ModelConfig, backend: Backend) -> KVPages:
+@functools.partial(jax.jit, donate_argnames=("pages",))
+def compose(pages: Pages, start: Array, source: Array, chain: Array, end: Array, target: Array) -> Pages:
+    """`compose_states` on the pages of an engine, which are donated."""
+    return (*pages[:-1], compose_states(pages[-1], start, source, chain, end, target))
+
+
+def _relocate_group(
+    pages: KVPages, moves: Moves, rope: RopeConfig, config: ModelConfig, backend: Backend
+) -> KVPages:
     # R(-d) is R(d) transposed: cosine even, sine odd. Tables start at position 0.
-    cos, sin = rope_angles(jnp.abs(moves.delta), config.rope, config.max_positions)
+    cos, sin = rope_angles(jnp.abs(moves.delta), rope, config.max_positions)
     cos, sin = cos[:, None], (sin * jnp.sign(moves.delta).astype(jnp.float32)[:, None])[:, None]
     append = append_of(backend)
 
@@ -220,8 +237,8 @@ def _relocate_group(group: KVPages, moves: Moves, config: ModelConfig, backend: 
     def copy_layer(layer: Array, pages: KVPages) -> KVPages:
         return copy_slots(pages, layer, moves.source, moves.target, turn, append)
 
-    layers = group.kv.shape[0] // group.num_pages
-    moved: KVPages = jax.lax.fori_loop(0, layers, copy_layer, group)
+    layers = pages.kv.shape[0] // pages.num_pages
+    moved: KVPages = jax.lax.fori_loop(0, layers, copy_layer, pages)
     return moved
 
 
@@ -229,8 +246,12 @@ def _relocate_group(group: KVPages, moves: Moves, config: ModelConfig, backend: 
 def _relocate(
     pages: Pages, moves: tuple[Moves, ...], *, config: ModelConfig, backend: Backend = AUTO
 ) -> Pages:
-    moved = tuple(_relocate_group(g, m, config, backend) for g, m in zip(pages, moves, strict=True))
-    return keep_pages(moved, backend.mesh)
+    kv = kv_groups(pages)
+    relocated = tuple(
+        _relocate_group(held, moved, group.rope, config, backend)
+        for group, held, moved in zip(config.groups, kv, moves, strict=True)
+    )
+    return keep_pages((*relocated, *pages[len(kv) :]), backend.mesh)
 
 
 def relocate(
@@ -238,7 +259,8 @@ def relocate(
 ) -> Pages:
     """Copies slots of every layer with K' = R(delta) K, V' = V, in float32. Donates `pages`.
 
-    Quantized keys are dequantized, turned and quantized once; what quantized values are is copied as it is.
+    R is that of the layer's group: local and global layers may turn at different frequencies. Quantized
+    keys are dequantized, turned and quantized once; what quantized values are is copied as it is.
 
     The literal form of Suffix Cache Reuse (arXiv 2609.37725 §4.3), and the reference for the view form.
     Sources and targets must not overlap.

@@ -52,7 +52,7 @@ def _scatter(pages: Pages, slots: Array, blocks: tuple[Array, ...]) -> Pages:
         rows, offset = _rows(group, slots)
         new = [a.at[rows, :, offset].set(left.pop(0), mode="drop") for a in _arrays(group)]
         scale = new[1] if len(new) > 1 else None
-        written.append(group.replace(kv=new[0], scale=scale))  # type: ignore[attr-defined]
+        written.append(group.replace(kv=new[0], scale=scale))
     return tuple(written)
 
 

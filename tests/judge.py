@@ -37,10 +37,11 @@ class Judge:
         tokens, reuse = result.sequence.tokens, result.reuse
         prefix, rows, stands, forward = reuse.match_end.position, [], [], []
         row_of = {int(p): i for i, p in enumerate(old.cached.stands)}
+        moved = {p for run in result.sequence.provenance if run.delta for p in range(run.start, run.end)}
         for p, origin in enumerate(origins(result.sequence)):
             if p < prefix:
                 source = p
-            elif origin == "relocated":
+            elif origin == "relocated" or p in moved:  # moved KV of a local model may be exact
                 (span,) = (s for s in reuse.spans if s.new <= p < s.new + s.length)
                 source = p - span.delta
             elif origin == "dropped":

@@ -1,7 +1,8 @@
 """An independent float64 decoder in NumPy, written from the papers: the judge of jaxkv.
 
 RMSNorm (arXiv 1910.07467), rotary positions in half-split form (2104.09864), YaRN (2309.00071),
-grouped-query attention (2305.13245), SwiGLU (2002.05202). It imports nothing from jaxkv.
+grouped-query attention (2305.13245), SwiGLU and GeGLU (2002.05202), local layers that see a window of
+positions. It imports nothing from jaxkv.
 
 `Cached` is the judge of Suffix Cache Reuse: a token's key is kept as it was rotated where its content
 was computed, and turned by R(standing position - birth) explicitly whenever it is attended.
@@ -29,6 +30,13 @@ class Layer:
     gate: Array  # [D, F]
     up: Array  # [D, F]
     down: Array  # [F, D]
+    q_bias: Array | float = 0.0  # [N, H]
+    k_bias: Array | float = 0.0  # [K, H]
+    v_bias: Array | float = 0.0  # [K, H]
+    q_norm: Array | None = None  # [H]
+    k_norm: Array | None = None  # [H]
+    post_attn_norm: Array | None = None  # [D]
+    post_mlp_norm: Array | None = None  # [D]
 
 
 @dataclasses.dataclass
@@ -88,8 +96,15 @@ def turn(x: Array, positions: Array, rope: Any, magnitude: float = 1.0) -> Array
     return np.concatenate([a * c - b * s, b * c + a * s, rest], -1)
 
 
-def norm(x: Array, weight: Array, eps: float) -> Array:
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+def norm(x: Array, weight: Array | None, eps: float) -> Array:
+    """RMSNorm; without a weight, no norm at all."""
+    return x if weight is None else x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def gated(x: Array, activation: str) -> Array:
+    if activation == "silu":
+        return x / (1 + np.exp(-x))
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def stored_int8(x: Array) -> Array:
@@ -128,11 +143,18 @@ class Decoder:
         return self.run(tokens, np.arange(len(tokens)), self.empty())[0]
 
     def run(
-        self, tokens: Any, positions: Any, cached: Cached, *, rotate: bool = True
+        self,
+        tokens: Any,
+        positions: Any,
+        cached: Cached,
+        *,
+        rotate: bool = True,
+        watch: list[Array] | None = None,
     ) -> tuple[Array, Cached]:
         """Computes tokens at positions over what is cached: logits f64[t, V], and all KV sorted.
 
-        `rotate=False` attends cached keys as they were born, wherever they stand.
+        `rotate=False` attends cached keys as they were born, wherever they stand. `watch` gets each
+        layer's attention, f64[N, t, n], keys in the order in which they were given.
         """
         c, positions = self.config, np.asarray(positions, np.int64)
         group = c.num_heads // c.num_kv_heads
@@ -140,27 +162,37 @@ class Decoder:
         birth = np.concatenate([cached.birth, positions])
         order = np.argsort(stands, kind="stable")
         assert len(np.unique(stands)) == len(stands), "a position is computed twice"
-        x = self.embed[np.asarray(tokens)]
+        x = self.embed[np.asarray(tokens)] * c.embed_scale
         keys, values = [], []
         for number, layer in enumerate(self.layers):
+            local = bool(c.layer_types) and c.layer_types[number] == "local"
+            rope = (c.rope_local or c.rope) if local else c.rope
+            scale = 1 / math.sqrt(c.head_dim) if c.query_scale is None else c.query_scale
             h = norm(x, layer.attn_norm, c.norm_eps)
-            q = turn(np.einsum("td,dnh->tnh", h, layer.q), positions, c.rope, c.rope.magnitude)
-            k = turn(np.einsum("td,dkh->tkh", h, layer.k), positions, c.rope, c.rope.magnitude)
-            v = np.einsum("td,dkh->tkh", h, layer.v)
+            q = norm(np.einsum("td,dnh->tnh", h, layer.q) + layer.q_bias, layer.q_norm, c.norm_eps)
+            k = norm(np.einsum("td,dkh->tkh", h, layer.k) + layer.k_bias, layer.k_norm, c.norm_eps)
+            q, k = (turn(each, positions, rope, rope.magnitude) for each in (q, k))
+            v = np.einsum("td,dkh->tkh", h, layer.v) + layer.v_bias
             if self.store is not None:
                 k, v = self.store(k), self.store(v)
             born = np.concatenate([cached.keys[number], k])
             v = np.concatenate([cached.values[number], v])
-            moved = turn(born, stands - birth, c.rope) if rotate else born
-            scores = np.einsum("tnh,snh->nts", q, np.repeat(moved, group, 1)) / math.sqrt(c.head_dim)
-            scores = np.where(stands <= positions[:, None], scores, -np.inf)
+            moved = turn(born, stands - birth, rope) if rotate else born
+            scores = np.einsum("tnh,snh->nts", q, np.repeat(moved, group, 1)) * scale
+            seen = stands <= positions[:, None]
+            if local:
+                seen &= positions[:, None] - stands < c.window
+            scores = np.where(seen, scores, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
+            if watch is not None:
+                watch.append(weights)
             attended = np.einsum("nts,snh->tnh", weights, np.repeat(v, group, 1))
-            x = x + np.einsum("tnh,nhd->td", attended, layer.out)
+            attended = np.einsum("tnh,nhd->td", attended, layer.out)
+            x = x + norm(attended, layer.post_attn_norm, c.norm_eps)
             h = norm(x, layer.mlp_norm, c.norm_eps)
-            gate = h @ layer.gate
-            x = x + (gate / (1 + np.exp(-gate)) * (h @ layer.up)) @ layer.down
+            h = (gated(h @ layer.gate, c.activation) * (h @ layer.up)) @ layer.down
+            x = x + norm(h, layer.post_mlp_norm, c.norm_eps)
             keys.append(born[order])
             values.append(v[order])
         logits = norm(x, self.final_norm, c.norm_eps) @ self.unembed.T
@@ -183,6 +215,15 @@ def decoder_of(params: Any, config: Any) -> Decoder:
     for p in params.layers:
         qkv = f64(p.qkv)
         d, _, g, h = qkv.shape
+        more = {
+            name: f64(getattr(p, name))
+            for name in ("q_norm", "k_norm", "post_attn_norm", "post_mlp_norm")
+            if getattr(p, name) is not None
+        }
+        if p.qkv_bias is not None:
+            bias = f64(p.qkv_bias)
+            more |= {"q_bias": bias[:, : g - 2].reshape(-1, h)}
+            more |= {"k_bias": bias[:, g - 2], "v_bias": bias[:, g - 1]}
         layers.append(
             Layer(
                 attn_norm=f64(p.attn_norm),
@@ -194,6 +235,7 @@ def decoder_of(params: Any, config: Any) -> Decoder:
                 gate=f64(p.gate_up)[:, 0],
                 up=f64(p.gate_up)[:, 1],
                 down=f64(p.down),
+                **more,
             )
         )
     unembed = params.embed if params.unembed is None else params.unembed
@@ -201,16 +243,30 @@ def decoder_of(params: Any, config: Any) -> Decoder:
 
 
 def decoder_of_hf(tensors: dict[str, Array], config: Any) -> Decoder:
-    """From weights under their Hugging Face names, [out, in]."""
+    """From weights under their Hugging Face names, [out, in]. Gemma's norm weights are what 1 is added to."""
+    gemma = config.family == "gemma3"
 
     def get(name: str, *shape: int) -> Array:
         value = tensors[name].astype(np.float64)
+        if gemma and name.endswith("norm.weight"):
+            return value + 1
         return value.T.reshape(shape) if shape else value
 
     c, layers = config, []
     d, n, k, h = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim
     for i in range(c.num_layers):
         p = f"model.layers.{i}."
+        more = {}
+        if f"{p}self_attn.q_proj.bias" in tensors:
+            more |= {
+                f"{part}_bias": get(f"{p}self_attn.{part}_proj.bias", heads, h)
+                for part, heads in (("q", n), ("k", k), ("v", k))
+            }
+        if f"{p}self_attn.q_norm.weight" in tensors:
+            more |= {f"{part}_norm": get(f"{p}self_attn.{part}_norm.weight") for part in ("q", "k")}
+        if gemma:
+            more["post_attn_norm"] = get(p + "post_attention_layernorm.weight")
+            more["post_mlp_norm"] = get(p + "post_feedforward_layernorm.weight")
         layers.append(
             Layer(
                 attn_norm=get(p + "input_layernorm.weight"),
@@ -218,10 +274,11 @@ def decoder_of_hf(tensors: dict[str, Array], config: Any) -> Decoder:
                 k=get(p + "self_attn.k_proj.weight", d, k, h),
                 v=get(p + "self_attn.v_proj.weight", d, k, h),
                 out=get(p + "self_attn.o_proj.weight", n, h, d),
-                mlp_norm=get(p + "post_attention_layernorm.weight"),
+                mlp_norm=get(p + f"{'pre_feedforward' if gemma else 'post_attention'}_layernorm.weight"),
                 gate=get(p + "mlp.gate_proj.weight", d, c.mlp_dim),
                 up=get(p + "mlp.up_proj.weight", d, c.mlp_dim),
                 down=get(p + "mlp.down_proj.weight", c.mlp_dim, d),
+                **more,
             )
         )
     embed = get("model.embed_tokens.weight")

@@ -22,8 +22,11 @@ FLOORS = (
         "parallel",
         "processes",
         "memory",
+        "recurrent",
+        "carry",
         "results",
         "schedule",
+        "windows",
         "readback",
         "execute",
         "generation",
@@ -46,7 +49,7 @@ FLOORS = (
 # Plain NumPy beside everything: these may import only the lowest floor.
 ASIDE = ("divergence", "summary")
 # Device modules of the cache: everything else in cache and reuse is host code.
-DEVICE = ("cache.pages",)
+DEVICE = ("cache.pages", "cache.states")
 HOST = ("cache", "reuse", "model.config", "typing", "errors", "divergence", "schedule")
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
 ALLOWED_ON_HOST = {"cache.table": ("flax",)}  # NumPy tables in a pytree container
@@ -146,7 +149,7 @@ def test_the_library_never_imports_experiments_or_tests() -> None:
 
 
 def test_the_reference_is_independent() -> None:
-    for name in ("reference.py",):
+    for name in ("reference.py", "recurrent_reference.py"):
         targets = list(imported(Path(__file__).parent / name, "jaxkv"))
         assert not [t for t in targets if inside(t, ("jaxkv", *JAX))]
 

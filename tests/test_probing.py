@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference import Decoder, norm, turn
+from reference import Decoder, turn
 from tolerances import tolerance
 
 import jaxkv
@@ -87,41 +87,10 @@ def test_recovered_attention_is_the_true_one_where_the_keys_and_values_span_the_
 
 def deleted_mass(decoder: Decoder, tokens: np.ndarray, deleted: np.ndarray, layer: int) -> np.ndarray:
     """The largest share of any head's attention that falls on deleted keys, for each token."""
-    c, n = decoder.config, len(tokens)
-    positions = np.arange(n)
-    group = c.num_heads // c.num_kv_heads
-    _, cached = decoder.run(tokens, positions, decoder.empty())
-    x = states(decoder, tokens, layer)
-    h = norm(x, decoder.layers[layer].attn_norm, c.norm_eps)
-    q = turn(np.einsum("td,dnh->tnh", h, decoder.layers[layer].q), positions, c.rope)
-    k = np.repeat(cached.keys[layer], group, 1)
-    scores = np.einsum("tnh,snh->tns", q, k) / np.sqrt(c.head_dim)
-    scores = np.where(positions[:, None, None] >= positions, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    mass: np.ndarray = (weights * deleted).sum(-1).max(-1)
+    watched: list[np.ndarray] = []
+    decoder.run(tokens, np.arange(len(tokens)), decoder.empty(), watch=watched)
+    mass: np.ndarray = (watched[layer] * deleted).sum(-1).max(0)
     return mass
-
-
-def states(decoder: Decoder, tokens: np.ndarray, layers: int) -> np.ndarray:
-    """What enters the layer behind the first `layers`, f64[n, D]."""
-    c, positions = decoder.config, np.arange(len(tokens))
-    group = c.num_heads // c.num_kv_heads
-    x = decoder.embed[tokens]
-    for layer in decoder.layers[:layers]:
-        h = norm(x, layer.attn_norm, c.norm_eps)
-        q = turn(np.einsum("td,dnh->tnh", h, layer.q), positions, c.rope)
-        k = np.repeat(turn(np.einsum("td,dkh->tkh", h, layer.k), positions, c.rope), group, 1)
-        v = np.repeat(np.einsum("td,dkh->tkh", h, layer.v), group, 1)
-        scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(c.head_dim)
-        scores = np.where(positions[:, None] >= positions, scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        x = x + np.einsum("tnh,nhd->td", np.einsum("nts,snh->tnh", weights, v), layer.out)
-        h = norm(x, layer.mlp_norm, c.norm_eps)
-        gate = h @ layer.gate
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer.up)) @ layer.down
-    return x
 
 
 def test_probes_leave_no_page_and_no_trace(engine: jaxkv.Engine, text: Text) -> None:

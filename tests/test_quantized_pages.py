@@ -31,7 +31,7 @@ STORE = {"int8": reference.stored_int8, "float8_e4m3fn": reference.stored_float8
 PAGES, P, SHORT = 6, 8, {"int8": "int8", "float8_e4m3fn": "fp8"}
 MB = 2**20
 quantized = pytest.mark.parametrize("dtype", QUANTIZED)
-# Through an engine float8 takes the same way as int8: its turn comes in the slow tier.
+# Through an engine or a kernel float8 takes the same way as int8: its turn comes in the slow tier.
 engines = pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 
 
@@ -133,7 +133,7 @@ def factors(pages: jaxkv.KVPages) -> np.ndarray:
     return scale.reshape(-1, PAGES, *scale.shape[1:]).swapaxes(2, 3).reshape(-1, PAGES * P, 2, 2)
 
 
-@quantized
+@engines
 def test_a_kernel_that_appends_writes_the_same_bits(dtype: str) -> None:
     from jaxkv.model.attention import append_of
 

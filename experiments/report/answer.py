@@ -38,7 +38,7 @@ def answer(summary: Summary, model: str) -> str:
         else f"{on}, {describe(hero.policy)} computes nothing"
     )
     sentence = cheap + _unrepaired(summary, hero)
-    if model == TINY_MODEL:
+    if model.startswith(TINY_MODEL):
         sentence = f"Smoke run with random weights, so the figures mean nothing beyond it: {sentence}"
     return sentence + "."
 
@@ -101,6 +101,8 @@ def spread(value: float) -> str:
     """A standard error as text: one digit."""
     if math.isnan(value):
         return "–"
+    if value >= 10:
+        return f"{value:,.0f}"
     return f"{value:.1g}" if value == 0 or 1e-3 <= value < 10 else f"{value:.0e}".replace("e-0", "e-")
 
 

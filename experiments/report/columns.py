@@ -122,7 +122,7 @@ def steps(
 ) -> dict[str, dict[str, tuple[tuple[int, float], ...]]]:
     """Figures of measured turns by how many edits led to them; dtypes of pages stand apart."""
     result: dict[str, dict[str, tuple[tuple[int, float], ...]]] = {}
-    for key in ("kl", "key_change", "kv_bytes_moved"):
+    for key in ("kl", "key_change", "kv_bytes_moved", "ms"):
         table: dict[str, tuple[tuple[int, float], ...]] = {}
         for policy in policies:
             values: dict[str, dict[int, list[float]]] = {}

@@ -13,7 +13,7 @@ from rich.console import Console
 from experiments.config import TINY_MODEL
 from experiments.paper_model import QWEN36_27B
 from experiments.records import Record
-from experiments.report.plots import COLOURS, STYLE, _figure
+from experiments.report.plots import COLOURS, STYLE, blank_figure
 from experiments.report.tables import Table, write_tables
 from jaxkv.reuse.bill import bill
 
@@ -76,7 +76,7 @@ def answer(rows: list[Record], model: str) -> str:
         best = min(others, key=lambda r: r["ledger_flops"])
         work, wait = (best[name] / append[name] for name in ("ledger_flops", "edit_ms"))
         text += f"; {best['policy']}, which is approximate, needs {work:.1f}× and {wait:.1f}×"
-    if model == TINY_MODEL:
+    if model.startswith(TINY_MODEL):
         text = f"Smoke run with random weights, so the figures mean nothing beyond it: {text}"
     return text + "."
 
@@ -183,7 +183,7 @@ def _sources(config: CostConfig) -> Table:
 
 
 def _figure_of(rows: list[Record], config: CostConfig) -> Figure:
-    figure = _figure(0.9 + 0.42 * len(rows))
+    figure = blank_figure(0.9 + 0.42 * len(rows))
     axes = figure.add_subplot()
     base = next((r for r in rows if r["edit"] == "edit start" and r["policy"] == "exact"), rows[-1])
     tariffs = config.tariffs()[:1]

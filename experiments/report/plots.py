@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from experiments.report.labels import merge_points, place_labels
 from experiments.report.summary import BIN_LABELS, Summary
@@ -76,7 +76,7 @@ def pareto(summary: Summary, style: Style) -> Figure | None:
     rows = [r for r in summary.rows if r.flops_relative > 0]
     if not rows:
         return None
-    figure = _figure(3.9)
+    figure = blank_figure(3.9)
     axes = figure.add_subplot()
     low = _floor([r.kl for r in rows], summary.noise)
     for row in rows:
@@ -99,7 +99,7 @@ def pareto(summary: Summary, style: Style) -> Figure | None:
     axes.set_xlim(min(x) / 2.2, max(x) * 2.6)
     axes.set_ylim(low / 2, max([r.kl_high for r in rows] + [2 * low]) * 4)
     _noise_line(axes, summary.noise)
-    _few_ticks(axes)
+    few_ticks(axes)
     figure.draw_without_rendering()  # labels are placed in pixels, so the layout must stand
     points = [(r.flops_relative, max(r.kl, low), r.policy) for r in rows]
     bars = [((r.flops_relative, max(r.kl_low, low)), (r.flops_relative, max(r.kl_high, low))) for r in rows]
@@ -113,7 +113,7 @@ def kl_by_position(summary: Summary, style: Style) -> Figure | None:
     if not names:
         return None
     names.sort(key=_position_order)
-    figure = _figure(3.9)
+    figure = blank_figure(3.9)
     axes = figure.add_subplot()
     tables = summary.by_position
     low = _floor([v for t in tables.values() for v in t.values()], summary.noise)
@@ -153,11 +153,12 @@ def error_by_layer(summary: Summary, style: Style) -> Figure | None:
 
 
 def steps(summary: Summary, style: Style) -> Figure | None:
-    """What consecutive edits add up to: KL, and how far keys are from what they were at birth."""
+    """What consecutive edits add up to: error (KL, keys against birth) and cost (KV copied, time)."""
     titles = {
         "kl": "KL, nats per token",
         "key_change": "‖K − K at birth‖ / ‖K at birth‖, un-rotated",
         "kv_bytes_moved": "KV copied by an edit, bytes",
+        "ms": "from the edit to the first token, ms",
     }
     shown = {key: summary.by_step.get(key, {}) for key in titles}
     shown = {
@@ -167,7 +168,7 @@ def steps(summary: Summary, style: Style) -> Figure | None:
     }
     if not shown:
         return None
-    figure = _figure(1.3 + 1.9 * len(shown))
+    figure = blank_figure(1.3 + 1.9 * len(shown))
     all_axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     names = list(dict.fromkeys(name for table in shown.values() for name in table))
     for axes, (key, table) in zip(all_axes, shown.items(), strict=True):
@@ -176,21 +177,21 @@ def steps(summary: Summary, style: Style) -> Figure | None:
             colour = style.get(name.split(" · ")[0], (INK, "o"))[0]
             marker = MARKERS[names.index(name) % len(MARKERS)]
             x, y = [p[0] for p in points], [max(p[1], low) for p in points]
-            under = [p[1] < low for p in points]
+            at = [i for i, p in enumerate(points) if p[1] < low]
+            filled = [i for i in range(len(points)) if i not in at]
             dashes = "-" if number % 2 == 0 else (0, (4, 2))
-            axes.plot(x, y, color=colour, marker=marker, ls=dashes, label=name, alpha=0.95)
-            at = [i for i, hollow in enumerate(under) if hollow]
+            axes.plot(x, y, color=colour, marker=marker, markevery=filled, ls=dashes, label=name, alpha=0.95)
             axes.plot([x[i] for i in at], [y[i] for i in at], ls="", marker=marker, color=colour,
-                      mfc="white", ms=7)  # fmt: skip
+                      mfc="none", ms=7)  # fmt: skip
         axes.set_yscale("log")
         axes.set_title(titles[key], loc="left")
-        _few_ticks(axes)
+        few_ticks(axes)
     all_axes[-1].set_xscale("log", base=2)
     counts = sorted({x for table in shown.values() for points in table.values() for x, _ in points})
     all_axes[-1].set_xticks(counts, [str(c) for c in counts])
     all_axes[-1].set_xlabel("consecutive edits")
     handles = {h.get_label(): h for axes in all_axes for h in axes.get_lines() if h.get_label()[0] != "_"}
-    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=2, handlelength=2.2)
+    legend_below(figure, handles, handlelength=2.2)
     return figure
 
 
@@ -198,7 +199,7 @@ def healing(summary: Summary, style: Style) -> Figure | None:
     """KL while stale tokens are recomputed from left to right."""
     if not summary.healing:
         return None
-    figure = _figure(3.4)
+    figure = blank_figure(3.4)
     axes = figure.add_subplot()
     low = _floor([y for points in summary.healing.values() for _, y in points], summary.noise)
     for policy, points in summary.healing.items():
@@ -207,7 +208,7 @@ def healing(summary: Summary, style: Style) -> Figure | None:
         axes.plot(x, y, color=colour, marker=marker, label=policy)
     axes.set(yscale="log", xlabel="stale tokens healed, %", ylabel="mean KL, nats per token")
     _noise_line(axes, summary.noise)
-    _few_ticks(axes)
+    few_ticks(axes)
     _legend_below(figure, axes)
     return figure
 
@@ -218,7 +219,7 @@ def recovery(summary: Summary, style: Style) -> Figure | None:
     if not tables:
         return None
     names = sorted({n for t in tables.values() for n in t}, key=_position_order)
-    figure = _figure(3.6)
+    figure = blank_figure(3.6)
     axes = figure.add_subplot()
     for policy, table in tables.items():
         colour, marker = style[policy]
@@ -238,7 +239,7 @@ def first_token(summary: Summary, style: Style) -> Figure | None:
     rows = [r for r in summary.rows if math.isfinite(r.ttft_ms)]
     if not rows:
         return None
-    figure = _figure(0.8 + 0.3 * len(rows))
+    figure = blank_figure(0.8 + 0.3 * len(rows))
     axes = figure.add_subplot()
     for y, row in enumerate(reversed(rows)):
         spread = 0.0 if math.isnan(row.ttft_se) else row.ttft_se
@@ -248,11 +249,11 @@ def first_token(summary: Summary, style: Style) -> Figure | None:
     axes.set_yticks(range(len(rows)), [r.policy for r in reversed(rows)])
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, max(r.ttft_ms + np.nan_to_num(r.ttft_se) for r in rows) * 1.22)
-    axes.set_xlabel("ms from edit to first token ± standard error")
+    figure.supxlabel("ms from edit to first token ± standard error", fontsize=9)  # names may be long
     return figure
 
 
-def _figure(height: float) -> Figure:
+def blank_figure(height: float) -> Figure:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)  # labels are measured in its pixels
     return figure
@@ -270,7 +271,7 @@ def _panels(
     shown = {state: table for state, table in shown.items() if _positive(table)}
     if not shown:
         return None
-    figure = _figure(0.9 + 1.7 * len(shown))
+    figure = blank_figure(0.9 + 1.7 * len(shown))
     all_axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (state, table) in zip(all_axes, shown.items(), strict=True):
         _lines(axes, style, table, _floor(_positive(table), math.nan))
@@ -297,7 +298,7 @@ def _lines(axes: Any, style: Style, table: Mapping[str, Sequence[float]], low: f
         under = np.flatnonzero(y < low)
         axes.plot(under, clipped[under], ls="", marker=marker, color=colour, mfc="none", ms=7)
     axes.set_yscale("log")
-    _few_ticks(axes)
+    few_ticks(axes)
 
 
 def _noise_line(axes: Any, noise: float) -> None:
@@ -317,12 +318,34 @@ def _noise_line(axes: Any, noise: float) -> None:
 
 def _legend_below(figure: Any, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, handlelength=1.6)
+    legend_below(figure, dict(zip(labels, handles, strict=True)))
 
 
-def _few_ticks(axes: Any) -> None:
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_minor_locator(NullLocator())
+def legend_below(figure: Any, handles: Mapping[str, Any], *, handlelength: float = 1.6) -> None:
+    """A legend under the plots, of as many columns as its longest label leaves room for."""
+    longest = max((len(label) for label in handles), default=1)
+    # Points at 8 pt: about 4.9 a letter, and a handle with its gaps.
+    columns = int(72 * WIDTH / (4.9 * longest + 8 * handlelength + 24))
+    figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        ncols=min(max(columns, 1), 3),
+        handlelength=handlelength,
+    )
+
+
+def few_ticks(axes: Any) -> None:
+    """Few ticks on log axes, but some: between powers of ten where an axis holds hardly any of those."""
+    for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        if axis.get_scale() == "log" and 0 < low < high:
+            axis.set_minor_formatter(NullFormatter())
+            axis.set_minor_locator(NullLocator())
+            if high / low < 100:
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+            else:
+                axis.set_major_locator(LogLocator(numticks=7))
 
 
 def _floor(values: Sequence[float], noise: float) -> float:

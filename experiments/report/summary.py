@@ -7,7 +7,7 @@ import dataclasses
 import io
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,9 @@ class Summary:
     noise_cases: int
     by_position: dict[str, dict[str, float]]  # policy -> position -> mean KL
     by_edit: dict[str, dict[str, float]]  # policy -> edit type -> mean KL
+    by_edit_se: dict[str, dict[str, float]]  # its standard error over cases
     kl_by_distance: dict[str, tuple[float, ...]]  # policy -> mean KL in each distance bin
+    kl_by_distance_se: dict[str, tuple[float, ...]]  # its standard error over the cases' own means
     state_by_distance: dict[str, dict[str, tuple[float, ...]]]  # state -> policy -> error in each bin
     state_by_layer: dict[str, dict[str, tuple[float, ...]]]  # state -> policy -> error of each layer
     flops_by_cause: dict[str, dict[str, float]]  # policy -> cause -> mean FLOPs
@@ -146,7 +148,9 @@ def summarize(records: Sequence[Record], policies: Sequence[str]) -> Summary:
         noise_cases=len(noise),
         by_position={p: _group(of[p], "position") for p in finished},
         by_edit={p: _group(of[p], "edit") for p in finished},
+        by_edit_se={p: _group(of[p], "edit", standard_error) for p in finished},
         kl_by_distance={p: _kl_by_distance(of[p]) for p in finished},
+        kl_by_distance_se={p: _kl_by_distance_se(of[p]) for p in finished},
         state_by_distance={s: _states(of, finished, s, "by_distance") for s in STATES},
         state_by_layer={s: _states(of, finished, s, "per_layer") for s in STATES},
         flops_by_cause={p: _causes(of[p]) for p in finished},
@@ -257,12 +261,12 @@ def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
     return over / under if under else math.nan
 
 
-def _group(records: list[Record], key: str) -> dict[str, float]:
-    """Mean KL by the value of `key`, in order of first appearance."""
+def _group(records: list[Record], key: str, figure: Callable[[Any], Any] = np.mean) -> dict[str, float]:
+    """Mean KL (or another figure of the cases' KL) by the value of `key`, in order of first appearance."""
     groups: dict[str, list[float]] = {}
     for record in records:
         groups.setdefault(record[key], []).append(record["divergence"]["kl"]["mean"])
-    return {name: float(np.mean(values)) for name, values in groups.items()}
+    return {name: float(figure(np.array(values))) for name, values in groups.items()}
 
 
 def _kl_by_distance(records: list[Record]) -> tuple[float, ...]:
@@ -276,6 +280,13 @@ def _kl_by_distance(records: list[Record]) -> tuple[float, ...]:
     if not values:
         return (math.nan,) * len(DISTANCE_BINS)
     return tuple(b.mean for b in by_distance(np.array(values), np.array(distances)))
+
+
+def _kl_by_distance_se(records: list[Record]) -> tuple[float, ...]:
+    """Standard error over cases: tokens of one case are not independent of each other."""
+    rows = [_kl_by_distance([record]) for record in records]
+    columns = (np.array(column)[np.isfinite(column)] for column in zip(*rows, strict=True))
+    return tuple(standard_error(column) for column in columns)
 
 
 def _states(

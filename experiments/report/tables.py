@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import matplotlib
 import rich.table
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments.records import RunDirectory
-from experiments.report.page import inline_svg
+from experiments.report.page import inline_svg, render, setting_of
 from experiments.report.plots import STYLE
 
 _PNG_DPI = 200
@@ -80,32 +79,38 @@ def write_tables(
       figures: name to caption and figure.
       console: where the gist goes.
     """
+    config = document["config"]
     directory.write("summary.csv", to_csv(rows))
-    plots: Path = directory.path / "plots"
-    plots.mkdir(exist_ok=True)
-    for name, (_, figure) in figures.items():
-        with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-            figure.savefig(plots / f"{name}.png", dpi=_PNG_DPI, facecolor="white")
-            figure.savefig(plots / f"{name}.svg", facecolor="white", metadata={"Date": None})
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("experiments.report", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("tables.html").render(
-        document=document,
+    save_plots(directory.path, {name: figure for name, (_, figure) in figures.items()})
+    page = render(
+        "tables.html",
+        heading=(config["experiment"], config["name"], document["created"][:10]),
         answer=answer,
+        setting=setting_of(document),
         note=note,
         tables=tables,
         plots=[(name, caption, inline_svg(name, figure)) for name, (caption, figure) in figures.items()],
     )
     directory.write("report.html", page)
+    print_tables(answer, tables, directory.path / "report.html", console)
+
+
+def print_tables(answer: str, tables: Sequence[Table], page: Path, console: Console) -> None:
+    """The gist in the terminal: the answer, what fits of the tables, and where the page is."""
     console.print()
     console.print(answer, highlight=False, style="bold")
     for table in tables:
         if table.terminal != ():
             console.print()
             table.print(console)
-    console.print(f"Report: {directory.path / 'report.html'}", highlight=False, soft_wrap=True)
+    console.print(f"Report: {page}", highlight=False, soft_wrap=True)
+
+
+def save_plots(path: Path, figures: Mapping[str, Figure]) -> None:
+    """Writes `plots/<name>.png` and `.svg` in a run directory."""
+    plots = path / "plots"
+    plots.mkdir(exist_ok=True)
+    for name, figure in figures.items():
+        with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+            figure.savefig(plots / f"{name}.png", dpi=_PNG_DPI, facecolor="white")
+            figure.savefig(plots / f"{name}.svg", facecolor="white", metadata={"Date": None})

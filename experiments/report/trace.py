@@ -13,7 +13,7 @@ from rich.console import Console
 
 from experiments.config import TINY_MODEL
 from experiments.records import Record
-from experiments.report.plots import COLOURS, STYLE, _figure
+from experiments.report.plots import COLOURS, STYLE, blank_figure
 from experiments.report.tables import Table, write_tables
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def answer(rows: list[Row], model: str) -> str:
     worst = min(pairs, key=lambda pair: pair[0].hit_rate)[0]
     if worst.hit_rate < best.hit_rate:
         text += f" (cell {best.cell}; lowest, {worst.cell}: {worst.hit_rate:.0%} found)"
-    if model == TINY_MODEL:
+    if model.startswith(TINY_MODEL):
         text = f"Smoke run with random weights, so the figures mean nothing beyond it: {text}"
     return text + "."
 
@@ -207,7 +207,7 @@ def _tenants(records: list[Record]) -> Table:
 
 
 def _ttft(records: list[Record]) -> Figure:
-    figure = _figure(3.4)
+    figure = blank_figure(3.4)
     axes = figure.add_subplot()
     cells = list(dict.fromkeys(r["case"] for r in records))
     for record in records:
@@ -230,7 +230,7 @@ def _ttft(records: list[Record]) -> Figure:
 
 
 def _tokens(rows: list[Row]) -> Figure:
-    figure = _figure(1.0 + 0.34 * len(rows))
+    figure = blank_figure(1.0 + 0.34 * len(rows))
     axes = figure.add_subplot()
     shown = list(reversed(rows))
     places = np.arange(len(shown))

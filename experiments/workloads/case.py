@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 import numpy as np
 
@@ -59,6 +60,15 @@ class Case:
     def longest(self) -> int:
         """Tokens that any of its sequences holds at once, continuation included."""
         return max(len(self.old), *(len(t.new) + len(t.continuation) for t in self.turns))
+
+    @property
+    def digest(self) -> str:
+        """First 16 hex digits of a SHA-256 over all its tokens: runs compare only what agrees in it."""
+        arrays = [self.old, *(a for turn in self.turns for a in (turn.new, turn.continuation))]
+        digest = hashlib.sha256()
+        for array in arrays:
+            digest.update(len(array).to_bytes(8, "little") + np.asarray(array, "<i4").tobytes())
+        return digest.hexdigest()[:16]
 
     def distances(self, positions: Int32) -> Int32:
         """Tokens from the nearest seam at or before each position, i32[n]; -1 before the first."""

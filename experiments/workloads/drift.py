@@ -1,7 +1,9 @@
 """drift: many consecutive edits that move the same span, there and back by varying distances.
 
 Text is inserted in front of the span and deleted again, so the context stays about as long as it
-was. KL and the error of K against its value at birth are measured after 1, 2, 4, … edits.
+was. With several places the edits take turns at them, and each part comes to stand at a distance of
+its own: past the engine's `max_deltas` a view is materialized. KL and the error of K against its value
+at birth are measured after 1, 2, 4, … edits.
 """
 
 from __future__ import annotations
@@ -33,9 +35,12 @@ def cases(config: ExperimentConfig, tokens: Int32, bos: int | None = None) -> li
             rng = np.random.default_rng([config.seed, context, document, 7])
             start = int(rng.integers(0, len(tokens) - context - config.continuation + 1))
             text = tokens[start : start + context + config.continuation]
-            states = _states(text[:context], tokens, max(config.moves), rng)
+            states = _states(text[:context], tokens, max(config.moves), config.places, rng)
             if bos is not None:
-                states = [np.insert(state, 0, bos) for state in states]
+                states = [
+                    (np.insert(state, 0, bos).astype(np.int32), tuple(s + 1 for s in seams))
+                    for state, seams in states
+                ]
             result += [
                 _case(config, states[: moves + 1], text[context:], context, document)
                 for moves in config.moves
@@ -43,41 +48,54 @@ def cases(config: ExperimentConfig, tokens: Int32, bos: int | None = None) -> li
     return result
 
 
-def _states(text: Int32, tokens: Int32, moves: int, rng: np.random.Generator) -> list[Int32]:
-    """The text before any edit and after each: a piece comes in front of the span, or goes again."""
-    at = len(text) // 4
-    head, span = text[:at], text[at:]
-    states, piece = [text], np.zeros(0, np.int32)
+State = tuple[Int32, tuple[int, ...]]  # tokens, and where the text goes on behind each piece
+
+
+def _states(text: Int32, tokens: Int32, moves: int, places: int, rng: np.random.Generator) -> list[State]:
+    """The text before any edit and after each: a piece comes in front of a span, or goes again.
+
+    The first quarter is never touched; places are spread evenly over the rest and take turns, so that
+    spans come to stand at as many distances as there are places.
+    """
+    head = len(text) // 4
+    parts = np.split(text, [head + i * (len(text) - head) // places for i in range(places)])
+    pieces = [text[:0]] * places
+    states: list[State] = [(text.astype(np.int32), ())]
     for number in range(moves):
-        if len(piece) and number % 2:
+        turn, place = divmod(number, places)
+        piece = pieces[place]
+        if len(piece) and turn % 2:
             piece = piece[: int(rng.integers(0, len(piece)))]
         else:
             start = int(rng.integers(0, len(tokens) - LONGEST))
             added = tokens[start : start + int(rng.integers(1, LONGEST - len(piece) + 1))]
             piece = np.concatenate([piece, added])[:LONGEST]
-        states.append(np.concatenate([head, piece, span]).astype(np.int32))
+        pieces[place] = piece
+        ends = np.cumsum([len(p) + len(q) for p, q in zip(parts, pieces, strict=False)])
+        joined = [x for pair in zip(parts, pieces, strict=False) for x in pair]
+        states.append((np.concatenate([*joined, parts[-1]]).astype(np.int32), tuple(ends.tolist())))
     return states
 
 
-def _case(config: ExperimentConfig, states: list[Int32], rest: Int32, context: int, document: int) -> Case:
+def _case(config: ExperimentConfig, states: list[State], rest: Int32, context: int, document: int) -> Case:
     continuation = rest[: config.continuation].astype(np.int32)
     moves = len(states) - 1
     measured = {2**power for power in range(moves.bit_length())} | {moves}
     turns = tuple(
         Turn(new=state, continuation=continuation if number in measured else continuation[:0])
-        for number, state in enumerate(states[1:-1], 1)
+        for number, (state, _) in enumerate(states[1:-1], 1)
     )
-    span = context - context // 4
+    scattered = f"-p{config.places}" if config.places > 1 else ""
     return Case(
-        id=f"drift-{moves}-c{context}-d{document}",
+        id=f"drift-{moves}{scattered}-c{context}-d{document}",
         edit=f"{moves} moves",
         position="25%",
         size=moves,
         context=context,
         document=document,
-        old=states[0].astype(np.int32),
-        new=states[-1],
+        old=states[0][0],
+        new=states[-1][0],
         continuation=continuation,
-        seams=(len(states[-1]) - span,),
+        seams=states[-1][1],
         before=turns,
     )

@@ -42,10 +42,13 @@ def scale_format(dtype: str) -> str:
     return f"float32 amax/{LARGEST[dtype]} a slot, head, key and value" if dtype in LARGEST else ""
 
 
-def kv_token_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes that one token keeps over all layers: keys, values, and their scales where there are any."""
-    stored = config.kv_bytes_per_token(ITEMSIZE[check_dtype(dtype, "dtype")])
+def kv_token_bytes(config: ModelConfig, dtype: str, *, windowed: bool = True) -> int:
+    """Bytes that one token keeps over all layers: keys, values, and their scales where there are any.
+
+    Without local layers if `windowed` is False.
+    """
+    stored = config.kv_bytes_per_token(ITEMSIZE[check_dtype(dtype, "dtype")], windowed=windowed)
     if dtype not in LARGEST:
         return stored
     # A scale stands for head_dim numbers.
-    return stored + config.kv_bytes_per_token(SCALE_BYTES) // config.head_dim
+    return stored + config.kv_bytes_per_token(SCALE_BYTES, windowed=windowed) // config.head_dim

@@ -94,7 +94,7 @@ class CostPerByte:
         return (self.token_flops or 0.0) * tokens + (self.attention_flops or 0.0) * attended
 
     def key(self, entry: Node, page_bytes: int) -> Key:
-        saved = self.cost(entry.start, entry.end) / (len(entry.segments) * page_bytes)
+        saved = self.cost(entry.start, entry.saved_end) / entry.size(page_bytes)
         return (entry.floor + entry.hits * saved, entry.stamp)
 
 

@@ -25,6 +25,7 @@ class Cause(enum.StrEnum):
     ABSENT = "absent"  # nothing is cached for this domain under this contract
     CONTRACT = "contract"  # the domain's cache is under a contract that differs
     GRANULARITY = "granularity"  # cut back to the chunk grid
+    WINDOW = "window"  # local layers do not hold the window before what is cached from here on
     DISABLED = "disabled"  # the caller asked for no reuse
 
 
@@ -42,6 +43,7 @@ _EXPLANATIONS = {
     Cause.ABSENT: "nothing is cached for this domain under this contract",
     Cause.CONTRACT: "what this domain has cached is under another contract",
     Cause.GRANULARITY: "cut back to the chunk grid at position {at}",
+    Cause.WINDOW: "local layers hold no window to go on from behind position {at}",
     Cause.DISABLED: "reuse was not asked for",
 }
 
@@ -74,6 +76,8 @@ class Match:
     length: int
     segments: Int32  # i32[W, 4], positions 0..length-1 in order, each slot at its birth
     end: MatchEnd
+    resume: int = 0  # recurrent layers: position of the deepest snapshot at or before the end
+    state: int | None = None  # its slot, with a reference for the caller; None where there is none
 
     @property
     def pages(self) -> Int32:

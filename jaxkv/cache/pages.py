@@ -163,13 +163,13 @@ def copy_slots(
     raw, factors = _gather_slots(pages, layer, source)
     keys, values = jnp.split(_values(raw, factors, pages).astype(jnp.float32), 2, -1)
     copied = write_slots(pages, layer, target, turn(keys), values, append)
-    if factors is None:
+    if factors is None or copied.scale is None:
         return copied
     # Dequantized values give the same numbers when they are quantized again, but maybe not the last bit
     # of their scale.
     row, offset = _rows(pages, layer, target)
     scale = copied.scale.at[row, :, offset, 1].set(factors[..., 1], mode="drop")
-    return copied.replace(scale=scale)  # type: ignore[attr-defined,no-any-return]
+    return copied.replace(scale=scale)  # type: ignore[attr-defined]
 
 
 def _gather_slots(pages: KVPages, layer: int | Array, slots: Array) -> tuple[Array, Array | None]:

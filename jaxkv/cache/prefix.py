@@ -25,6 +25,7 @@ from jaxkv.cache.pool import as_int32
 from jaxkv.cache.radix import TOKEN_BYTES, Node, cut, require_exact, rows_along
 from jaxkv.cache.retention import Retention, pin_ids
 from jaxkv.cache.sequence import FIRST, HI, PAGE
+from jaxkv.cache.snapshots import Snapshot
 from jaxkv.cache.tree import Pin, Pinned
 from jaxkv.errors import ConfigError, HandleError, TokenError
 from jaxkv.typing import Int32
@@ -75,8 +76,10 @@ class PrefixIndex(Retention):
         wanted = len(prompt) if limit is None else min(limit, len(prompt))
         text = prompt[:wanted].tobytes()
         path, end = self._walk(root, prompt, text)
+        paths = [(path, end)]
         if public is not None and public in self._trees:
             shared, until = self._walk(public, prompt, text)
+            paths.append((shared, until))
             if until.position > end.position:
                 path, end = shared, until
         step = math.lcm(granularity, self.grid)
@@ -89,7 +92,56 @@ class PrefixIndex(Retention):
             self._touch(path, now, uses=1)
         segments = rows_along(path, length)
         self.pool.retain_held(segments[:, PAGE])
-        return Match(length, segments, end)
+        state = self._snapshot(paths, min(length, len(prompt) - 1))
+        if state is None:
+            return Match(length, segments, end)
+        return Match(length, segments, end, state.position, state.slot)
+
+    def snapshot(
+        self, root: bytes, tokens: Int32, *, limit: int, public: bytes | None = None
+    ) -> tuple[int, int] | None:
+        """Position and slot of the deepest snapshot of a text at or before `limit` tokens, or None.
+
+        The slot gains a reference in the caller's name.
+        """
+        text = tokens[:limit].tobytes()
+        roots = [root] if public is None else [root, public]
+        found = self._snapshot([self._walk(each, tokens, text) for each in roots], limit)
+        return None if found is None else (found.position, found.slot)
+
+    def all_snapshots(self, roots: tuple[bytes, ...], tokens: Int32) -> dict[int, int]:
+        """Slots by position of all snapshots along a text. References stay the index's."""
+        found: dict[int, int] = {}
+        for root in roots:
+            path, end = self._walk(root, tokens, tokens.tobytes())
+            for node in path:
+                states = (node.states or {}).items()
+                found |= {p: s.slot for p, s in states if p <= end.position and p not in found}
+        return found
+
+    def keep_states(self, root: bytes, tokens: Int32, states: list[tuple[int, int]]) -> None:
+        """Keeps states (position, slot) beside what is cached of a text; where there is one, it stays.
+
+        The index takes references of its own; those of the caller are untouched.
+        """
+        if self.snapshots is None:
+            return
+        path, end = self._walk(root, tokens, tokens.tobytes())
+        for position, slot in states:
+            if 0 < position <= end.position and position % self.grid == 0:
+                self.snapshots.add(path, position, slot)
+
+    def _snapshot(self, paths: list[tuple[list[Node], MatchEnd]], limit: int) -> Snapshot | None:
+        """The deepest snapshot along paths, as far as each agrees with a text. It is used now."""
+        if self.snapshots is None:
+            return None
+        within = [self.snapshots.deepest(path, min(limit, end.position)) for path, end in paths]
+        found = [snapshot for snapshot in within if snapshot is not None]
+        if not found:
+            return None
+        deepest = max(found, key=lambda snapshot: snapshot.position)
+        self.snapshots.use(deepest, self.clock())
+        return deepest
 
     def insert(
         self,
@@ -188,10 +240,10 @@ class PrefixIndex(Retention):
         return pin
 
     def peek(self, root: bytes, tokens: Int32, *, limit: int) -> tuple[int, Int32]:
-        """Tokens of a prompt i32[n] that `match` would find, and their pages. Pins and ages nothing."""
+        """Tokens of a prompt i32[n] that `match` would find, and their segments. Pins and ages nothing."""
         path, end = self._walk(root, tokens, tokens[:limit].tobytes())
         length = end.position // self.grid * self.grid
-        return length, rows_along(path, length)[:, PAGE]
+        return length, rows_along(path, length)
 
     def node_at(self, root: bytes, tokens: Int32) -> Node | None:
         """The node in which a text that is cached whole ends, or None. Changes nothing."""
@@ -276,6 +328,8 @@ class PrefixIndex(Retention):
         node.hold(at, node.key[byte:], cut(node.segments, at, node.end))
         if len(upper) + len(node.segments) > rows:  # both refer to the page in which the cut lies
             self._take(node.segments[:1, PAGE])
+        if self.snapshots is not None:
+            self.snapshots.split(head, node)
         parent.children[self._file(head)] = head
         head.children[self._file(node)] = node
         self.nodes += 1

@@ -18,6 +18,7 @@ from jaxkv.errors import ContractError, HandleError
 from jaxkv.typing import Int32
 
 if TYPE_CHECKING:
+    from jaxkv.cache.snapshots import Snapshot
     from jaxkv.cache.tree import Tree
 
 TOKEN_BYTES = 4
@@ -44,6 +45,7 @@ class Node:
         "shared_until",
         "stamp",
         "start",
+        "states",
         "tree",
         "uid",
         "used",
@@ -64,6 +66,7 @@ class Node:
         self.pins = 0  # pins at or below this node; it stays as long as there are any
         self.queued = 0  # bits of the eviction queues that have an entry for this node
         self.shared_until = 0  # rows of positions before this are a declared prefix's: no quota counts them
+        self.states: dict[int, Snapshot] | None = None  # by position; of models with recurrent layers
         self.hold(start, key, segments)
 
     def hold(self, start: int, key: bytes, segments: Int32) -> None:
@@ -95,6 +98,18 @@ class Node:
         if self.shared_until <= self.start:
             return len(rows)
         return int(np.count_nonzero(rows[:, FIRST] + rows[:, LO] >= self.shared_until))
+
+    @property
+    def saved_end(self) -> int:
+        """Where what it saves from recomputing ends: with recurrent layers, at its last snapshot."""
+        if self.tree is None or not self.tree.state_bytes:
+            return self.end
+        return max(self.states or (self.start,))
+
+    def size(self, page_bytes: int) -> int:
+        """Bytes of its pages and snapshots."""
+        states = len(self.states) * self.tree.state_bytes if self.states and self.tree else 0
+        return len(self.segments) * page_bytes + states
 
     @property
     def tokens(self) -> Int32:

@@ -21,6 +21,7 @@ from jaxkv.cache.metrics import Ghosts, Metrics
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.radix import TOKEN_BYTES, Node, below, check_node, cut, text_to
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, FIRST, HI, PAGE
+from jaxkv.cache.snapshots import Snapshots
 from jaxkv.cache.tree import ALL, Pinned, Tree
 from jaxkv.errors import ConfigError, HandleError
 from jaxkv.typing import Int32
@@ -53,6 +54,7 @@ class Retention:
         clock: Callable[[], float] = time.monotonic,
         metrics: Metrics | None = None,
         quota_of: Callable[[CacheContract], int | None] = lambda _: None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         if grid < 1:
             raise ConfigError(f"grid is {grid}, expected at least 1 token")
@@ -66,6 +68,7 @@ class Retention:
         self.metrics = metrics or Metrics()
         self.ghosts = Ghosts()
         self.gone: list[Gone] | None = None  # a list: evicted entries are noted there
+        self.snapshots = snapshots  # with recurrent layers
         self._quota_of = quota_of
         self._ages = isinstance(self.policy, CostPerByte)
         self._floor = 0.0
@@ -197,6 +200,8 @@ class Retention:
         gone = list(below(tree.top))
         for node in gone:
             node.parent = None
+            if self.snapshots is not None:
+                self.snapshots.drop(node)
         self.nodes -= tree.nodes
         self.tokens -= tree.tokens
         return self._give_back(np.concatenate([_NO_PAGES, *(n.segments[:, PAGE] for n in gone)]))
@@ -254,6 +259,8 @@ class Retention:
                 f"the index counts {self.nodes} nodes and {self.tokens} tokens, "
                 f"expected the {nodes} and {tokens} that it has"
             )
+        if self.snapshots is not None:
+            self.snapshots.check(node for tree in self._trees.values() for node in below(tree.top))
         if leaves - self._queue.check():
             raise HandleError("the eviction queue lacks a leaf")
         held = np.zeros(self.pool.num_pages, np.int32)
@@ -266,6 +273,7 @@ class Retention:
         tree = self._trees.get(root)
         if tree is None:
             tree = self._trees[root] = Tree(root, contract)
+            tree.state_bytes = 0 if self.snapshots is None else self.snapshots.nbytes
             self._idle[root] = None
             if contract is not None:
                 tree.limit(self._quota_of(contract), self.policy, self.page_bytes)
@@ -295,6 +303,8 @@ class Retention:
         self.metrics.remove(cause, tokens, self.clock() - leaf.created)
         if self.gone is not None and tree.contract is not None and cause != "expired":
             self.gone.append(Gone(tree.contract, text_to(leaf), leaf.start, leaf.segments))
+        if self.snapshots is not None:
+            self.snapshots.drop(leaf)
         tree.rows -= leaf.charge
         tree.tokens -= tokens
         tree.nodes -= 1
@@ -322,6 +332,8 @@ class Retention:
         key = leaf.key[TOKEN_BYTES * (end - leaf.start) :]
         tokens, before, old = leaf.end - end, leaf.charge, leaf.segments
         leaf.hold(leaf.start, leaf.key[: -len(key)], cut(old, leaf.start, end))
+        if self.snapshots is not None:
+            self.snapshots.drop(leaf, beyond=end)
         self.ghosts.add(leaf.uid, key[: TOKEN_BYTES * self.grid], key, "quota")
         self.metrics.remove("quota", tokens, self.clock() - leaf.created)
         tree.rows -= before - leaf.charge

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.cache.contract import CacheContract
+from jaxkv.model.config import ModelConfig
 from jaxkv.typing import Int32
 
 PAGE, LO, HI, FIRST = range(4)  # columns of a segments array
@@ -50,13 +51,31 @@ class Removed:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Tokens start..end-1 share one origin; `delta` is how far a relocated run was moved, in positions."""
+    """Tokens start..end-1 share one origin; `delta` is how far their KV was moved, in positions.
+
+    A run that was moved is exact only where all layers are local and what it depends on moved along.
+    """
 
     start: int
     end: int
     origin: Origin
     delta: int = 0
     influences: tuple[Removed, ...] = ()  # deleted spans that the run's KV attended, directly or not
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """How far back the KV of a token looks in a model of which every layer is local."""
+
+    window: int  # positions that a layer's query sees, its own included
+    reach: int  # positions before a token that its KV depends on, through all layers
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Sight | None:
+        """That of a model; None where some layer sees everything."""
+        if set(config.types) != {"local"}:
+            return None
+        return cls(config.window, (config.num_layers - 1) * (config.window - 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +102,9 @@ class Sequence:
     grid_length: int = 0  # leading tokens computed by whole chunks on the chunk grid
     priority: int = 0  # for an eviction policy of that name
     rotate: bool = True  # False: keys are used as born wherever they stand (the no_rotation control)
+    sight: Sight | None = None  # None where some layer sees everything
     logits: Any = dataclasses.field(default=None, repr=False)  # f32[V] of the next token
+    state: int | None = None  # slot of the recurrent layers' state behind the last token, if there are any
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -91,8 +112,7 @@ class Sequence:
     @property
     def exact_length(self) -> int:
         """Tokens from the start whose KV is exact."""
-        first = self.provenance[0] if self.provenance else None
-        return first.end if first is not None and first.origin is Origin.EXACT else 0
+        return next((run.start for run in self.provenance if run.origin is not Origin.EXACT), len(self))
 
     @property
     def exact(self) -> bool:
@@ -118,13 +138,15 @@ class Sequence:
 
     def continued(self, end: int) -> tuple[Run, ...]:
         """Provenance once tokens computed on top of this sequence extend it to `end`."""
-        origin = Origin.EXACT if self.exact else Origin.ON_APPROXIMATE
-        added = Run(len(self.tokens), end, origin, influences=self.influences)
+        added = Run(len(self), end, Origin.ON_APPROXIMATE, influences=self.influences)
+        if computed_exact(self.provenance, len(self), self.sight):
+            added = Run(len(self), end, Origin.EXACT)
         return merge_runs([*self.provenance, added])
 
     def exact_prefix(self, limit: int | None = None) -> ExactPrefix:
         """The leading tokens (at most `limit`) that are exact and so may be shared."""
         length = self.exact_length if limit is None else min(self.exact_length, limit)
+        length = min([length, *(run.start for run in self.provenance if run.delta)])
         return ExactPrefix(self.tokens[:length], clip(self.segments, 0, length))
 
 
@@ -196,6 +218,15 @@ def merge_runs(runs: list[Run]) -> tuple[Run, ...]:
         else:
             merged.append(run)
     return tuple(merged)
+
+
+def computed_exact(before: Iterable[Run], start: int, sight: Sight | None) -> bool:
+    """Whether tokens computed from position `start` on are exact, given the runs before it.
+
+    They are if all that they attend is: everything, or a window of it where every layer is local.
+    """
+    since = 0 if sight is None else start - sight.window + 1
+    return all(run.origin is Origin.EXACT for run in before if run.start < start and run.end > since)
 
 
 def clip_runs(runs: tuple[Run, ...], start: int, end: int) -> list[Run]:

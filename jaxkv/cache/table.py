@@ -33,13 +33,30 @@ class GroupInput:
 
 
 @struct.dataclass(kw_only=True)
+class StateInput:
+    """Which state of the recurrent layers each row starts from, and where the one behind it goes.
+
+    The number of slots, as a slot, reads zeros and drops a write. Rows write different slots; a row may
+    write the slot that it reads.
+    """
+
+    read: Array  # i32[B]
+    write: Array  # i32[B]
+    fresh: Array | None = None  # bool[B], whether the operator begins behind the state that is read
+
+
+@struct.dataclass(kw_only=True)
 class StepInput:
-    """One step of a batch. Row b has `lengths[b]` query tokens; the rest of the row is padding."""
+    """One step of a batch. Row b has `lengths[b]` query tokens; the rest of the row is padding.
+
+    Recurrent layers take a row's tokens in their order, as those that follow the state they read.
+    """
 
     tokens: Array  # i32[B, T]
     positions: Array  # i32[B, T], any order, not necessarily contiguous
     lengths: Array  # i32[B]
     groups: tuple[GroupInput, ...]
+    states: StateInput | None = None  # with recurrent layers
 
 
 def block_entries(page_size: int) -> int:

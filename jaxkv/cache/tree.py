@@ -16,7 +16,18 @@ ALL, OWN = 1, 2  # bits of the queue over all trees, and of a tree's own
 class Tree:
     """The runs cached under one root key. Its own queue exists only where a quota needs it."""
 
-    __slots__ = ("contract", "newest", "nodes", "own", "quota", "root", "rows", "tokens", "top")
+    __slots__ = (
+        "contract",
+        "newest",
+        "nodes",
+        "own",
+        "quota",
+        "root",
+        "rows",
+        "state_bytes",
+        "tokens",
+        "top",
+    )
 
     def __init__(self, root: bytes, contract: CacheContract | None) -> None:
         self.root = root
@@ -29,6 +40,7 @@ class Tree:
         self.quota: int | None = None  # pages
         self.own: Queue | None = None
         self.newest: Node | None = None  # the entry that was inserted last
+        self.state_bytes = 0  # of a snapshot; 0 without recurrent layers
 
     def limit(self, quota: int | None, policy: EvictionPolicy, page_bytes: int) -> None:
         """Sets or lifts the quota, in pages."""

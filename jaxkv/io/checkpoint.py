@@ -39,7 +39,8 @@ from jaxkv.io.disk import fsync, fsync_tree, remove_stale, sha256
 from jaxkv.io.tokenizer import Tokenizer, tokenizer_from_definition
 from jaxkv.io.weights import dtype_of
 from jaxkv.model.config import ModelConfig
-from jaxkv.model.params import LayerParams, Params, abstract_params, params_digest
+from jaxkv.model.params import LayerParams, Params, abstract_params, params_digest, stays_float32
+from jaxkv.model.recurrent_params import RecurrentParams
 from jaxkv.parallel import to_host
 
 FORMAT_VERSION = 2
@@ -263,14 +264,19 @@ def _to_tree(params: Params) -> dict[str, Any]:
     if params.unembed is not None:
         tree["unembed"] = params.unembed
     layers = {
-        f"{i:04d}": {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)}
+        f"{i:04d}": {
+            f.name: getattr(layer, f.name)
+            for f in dataclasses.fields(layer)
+            if getattr(layer, f.name) is not None
+        }
         for i, layer in enumerate(params.layers)
     }
     return {**tree, "layers": layers}
 
 
 def _from_tree(tree: dict[str, Any], config: ModelConfig) -> Params:
-    layers = tuple(LayerParams(**tree["layers"][f"{i:04d}"]) for i in range(config.num_layers))
+    made = (RecurrentParams if kind == "recurrent" else LayerParams for kind in config.types)
+    layers = tuple(make(**tree["layers"][f"{i:04d}"]) for i, make in enumerate(made))
     return Params(
         embed=tree["embed"],
         layers=layers,
@@ -288,7 +294,7 @@ def _place(tree: dict[str, Any], config: ModelConfig, target: np.dtype[Any] | No
             value = node.pop(key)
             if isinstance(value, dict):
                 moved[key] = move(value)
-            elif target is None or key.endswith("norm"):
+            elif target is None or stays_float32(key):
                 moved[key] = jax.device_put(value)
             else:
                 moved[key] = jax.device_put(value.astype(target))

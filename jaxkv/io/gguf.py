@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 
 from jaxkv.errors import FormatError
-from jaxkv.io.configs import config_from_gguf
+from jaxkv.io.gguf_configs import config_from_gguf
 from jaxkv.io.weights import Progress, build_params
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.families import family_from_gguf

@@ -107,18 +107,28 @@ def read_hf_directory(
     tokenizer = _tokenizer(path, config)
     params = build_params(
         config,
-        _all_tensors(path),
+        {renamed(name, family.hf_renames): held for name, held in _all_tensors(path).items()},
         names=family.hf_tensors,
         interleaved=False,
         dtype=dtype,
         where=path.name,
         ignored=lambda name: (
             name.endswith(family.hf_derived_tensors)
+            or name.startswith(family.hf_ignored)
             or (config.tie_embeddings and name == family.hf_tensors["unembed"])
         ),
+        norm_offset=family.norm_offset,
         progress=progress,
     )
     return config, params, tokenizer
+
+
+def renamed(name: str, renames: tuple[tuple[str, str], ...]) -> str:
+    """A tensor's name with the first beginning that `renames` lists replaced."""
+    for old, new in renames:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from jaxkv.model.config import ModelConfig
-from jaxkv.model.params import Params
+from jaxkv.model.params import Params, stays_float32
 from jaxkv.model.sharding import field_name
 from jaxkv.parallel import weight_shardings
 from jaxkv.processes import wait_for_all
@@ -48,10 +48,10 @@ def follow(path: Path, write: Callable[[Path], None]) -> Path:
 
 
 def converted(expected: Params, target: np.dtype[Any] | None) -> Params:
-    """Shapes of the weights with matrices in `target`; norm weights keep their dtype."""
+    """Shapes of the weights with matrices in `target`; the small ones stay float32."""
 
     def of(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        keep = target is None or field_name(path).endswith("norm")
+        keep = target is None or stays_float32(field_name(path))
         return leaf if keep else jax.ShapeDtypeStruct(leaf.shape, target)
 
     found: Params = jax.tree.map_with_path(of, expected)

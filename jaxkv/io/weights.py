@@ -6,6 +6,7 @@ chunk of rows is held besides the finished leaves: a load never needs twice the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from jaxkv.errors import ConfigError, FormatError, nearest
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.families import part_names, part_shape
 from jaxkv.model.params import LayerParams, Params
+from jaxkv.model.recurrent_params import RecurrentParams
 from jaxkv.typing import Float32
 
 DTYPES: Mapping[str, Any] = {
@@ -60,6 +62,7 @@ def build_params(
     dtype: str,
     where: str,
     ignored: Callable[[str], bool] = lambda _: False,
+    norm_offset: float = 0.0,
     progress: Progress | None = None,
 ) -> Params:
     """Reads all weights of a model.
@@ -70,9 +73,10 @@ def build_params(
       names: part -> tensor name, a family's `hf_tensors` or `gguf_tensors`.
       interleaved: q and k rows of a head are stored as rotation pairs (0, H/2, 1, H/2 + 1, ...);
         they are permuted to the half-split order 0..H-1 that jaxkv rotates.
-      dtype: "float32" or "bfloat16"; norm weights stay float32.
+      dtype: "float32" or "bfloat16"; norm weights and biases stay float32.
       where: names the file in errors.
       ignored: true for tensors that may be present and are not read.
+      norm_offset: what the file leaves out of norm weights; added, so that `Params` has the factors.
       progress: called after each part.
 
     Raises:
@@ -96,7 +100,17 @@ def build_params(
             raise FormatError(
                 f"{where}: tensor '{name}' has shape {list(source.shape)}, expected {list(expected)}"
             )
-    reader = _Reader(config, tensors, names, dtype_of(dtype), where, interleaved, len(wanted), progress)
+    reader = _Reader(
+        config,
+        tensors,
+        names,
+        dtype_of(dtype),
+        where,
+        interleaved,
+        norm_offset,
+        len(wanted),
+        progress,
+    )
     return Params(
         embed=reader.table("embed"),
         layers=tuple(reader.layer(i) for i in range(config.num_layers)),
@@ -114,16 +128,13 @@ class _Reader:
         dtype: np.dtype[Any],
         where: str,
         interleaved: bool,
+        norm_offset: float,
         total: int,
         progress: Progress | None,
     ) -> None:
         self.config, self.tensors, self.names, self.dtype = config, tensors, names, dtype
-        self.where, self.interleaved, self.total, self.progress = (
-            where,
-            interleaved,
-            total,
-            progress,
-        )
+        self.where, self.interleaved, self.norm_offset = where, interleaved, np.float32(norm_offset)
+        self.total, self.progress = total, progress
         self.done = 0
 
     def fill(self, part: str, layer: int | None, put: Callable[[int, int, Any], None], step: int) -> None:
@@ -142,10 +153,22 @@ class _Reader:
         if self.progress:
             self.progress("convert", self.done, self.total)
 
-    def norm(self, part: str, layer: int | None) -> jax.Array:
-        out = np.empty(self.config.embed_dim, np.float32)
+    def vector(self, part: str, layer: int | None) -> Float32:
+        out = np.empty(part_shape(part, self.config), np.float32)
         self.fill(part, layer, lambda lo, hi, rows: out.__setitem__(slice(lo, hi), rows), 1)
-        return jax.device_put(out)
+        return out
+
+    def norm(self, part: str, layer: int | None) -> jax.Array:
+        weight = self.vector(part, layer)
+        return jax.device_put(weight + self.norm_offset if self.norm_offset else weight)
+
+    def bias(self, layer: int) -> jax.Array:
+        """Biases of queries, keys and values as f32[K, G+2, H]."""
+        c = self.config
+        parts = [self.vector(part, layer) for part in ("q_bias", "k_bias", "v_bias")]
+        return jax.device_put(
+            np.concatenate([part.reshape(c.num_kv_heads, -1, c.head_dim) for part in parts], axis=1)
+        )
 
     def table(self, part: str) -> jax.Array:
         out = np.empty(part_shape(part, self.config), self.dtype)
@@ -172,26 +195,87 @@ class _Reader:
 
         self.fill(part, layer, put, per * h)
 
-    def layer(self, i: int) -> LayerParams:
-        c = self.config
-        d, h, g, f = c.embed_dim, c.head_dim, c.group_size, c.mlp_dim
-        attn_norm = self.norm("attn_norm", i)
-        qkv = np.empty((d, c.num_kv_heads, g + 2, h), self.dtype)
-        self.heads("q", i, qkv[:, :, :g])
-        self.heads("k", i, qkv[:, :, g : g + 1])
-        self.heads("v", i, qkv[:, :, g + 1 :])
-        out = np.empty((c.num_heads * h, d), self.dtype)
-        self.transposed("out", i, out)
+    def gated_heads(self, layer: int, out: np.ndarray[Any, Any], gate: np.ndarray[Any, Any]) -> None:
+        """Fills queries [D, K, G, H] and gates [D, N, H] from rows of a head's query, then its gate."""
+        d, h, per = self.config.embed_dim, self.config.head_dim, out.shape[2]
+
+        def put(lo: int, hi: int, rows: Float32) -> None:
+            first, last = lo // (2 * h), hi // (2 * h)
+            both = rows.reshape(-1, 2, h, d).transpose(1, 3, 0, 2)  # [query | gate, D, heads, H]
+            out[:, first // per : last // per] = both[0].reshape(d, -1, per, h)
+            gate[:, first:last] = both[1]
+
+        self.fill("q", layer, put, 2 * per * h)
+
+    def recurrent(self, i: int) -> RecurrentParams:
+        c, shape = self.config, self.config.recurrent
+        assert shape is not None
+        d, heads, dim = c.embed_dim, shape.num_value_heads, shape.value_dim
+
+        def matrix(part: str, *size: int) -> np.ndarray[Any, Any]:
+            out = np.empty((d, math.prod(size)), self.dtype)
+            self.transposed(part, i, out)
+            return out.reshape(d, *size)
+
+        rates = np.empty((d, 2, heads), self.dtype)
+        self.transposed("mix_beta", i, rates[:, 0])
+        self.transposed("mix_decay", i, rates[:, 1])
+        out = np.empty((heads * dim, d), self.dtype)
+        self.transposed("mix_out", i, out)
+        gate_up, down = self.mlp(i)
+        return RecurrentParams(
+            attn_norm=self.norm("attn_norm", i),
+            qkv=jax.device_put(matrix("mix_qkv", shape.channels)),
+            gate=jax.device_put(matrix("mix_gate", heads, dim)),
+            rates=jax.device_put(rates),
+            conv=jax.device_put(self.vector("mix_conv", i)[:, 0]),
+            decay_log=jax.device_put(self.vector("decay_log", i)),
+            decay_bias=jax.device_put(self.vector("decay_bias", i)),
+            out_norm=jax.device_put(self.vector("mix_norm", i)),  # no offset: its file has the factors
+            out=jax.device_put(out.reshape(heads, dim, d)),
+            mlp_norm=self.norm("mlp_norm", i),
+            gate_up=gate_up,
+            down=down,
+        )
+
+    def mlp(self, i: int) -> tuple[jax.Array, jax.Array]:
+        """[D, gate | up, F] and [F, D]."""
+        d, f = self.config.embed_dim, self.config.mlp_dim
         gate_up = np.empty((d, 2, f), self.dtype)
         self.transposed("gate", i, gate_up[:, 0])
         self.transposed("up", i, gate_up[:, 1])
         down = np.empty((f, d), self.dtype)
         self.transposed("down", i, down)
+        return jax.device_put(gate_up), jax.device_put(down)
+
+    def layer(self, i: int) -> LayerParams | RecurrentParams:
+        if self.config.types[i] == "recurrent":
+            return self.recurrent(i)
+        c = self.config
+        d, h, g = c.embed_dim, c.head_dim, c.group_size
+        attn_norm = self.norm("attn_norm", i)
+        qkv = np.empty((d, c.num_kv_heads, g + 2, h), self.dtype)
+        gate = np.empty((d, c.num_heads, h), self.dtype) if c.attention_gate else None
+        if gate is None:
+            self.heads("q", i, qkv[:, :, :g])
+        else:
+            self.gated_heads(i, qkv[:, :, :g], gate)
+        self.heads("k", i, qkv[:, :, g : g + 1])
+        self.heads("v", i, qkv[:, :, g + 1 :])
+        out = np.empty((c.num_heads * h, d), self.dtype)
+        self.transposed("out", i, out)
+        gate_up, down = self.mlp(i)
         return LayerParams(
             attn_norm=attn_norm,
             qkv=jax.device_put(qkv),
             out=jax.device_put(out.reshape(c.num_heads, h, d)),
             mlp_norm=self.norm("mlp_norm", i),
-            gate_up=jax.device_put(gate_up),
-            down=jax.device_put(down),
+            gate_up=gate_up,
+            down=down,
+            attn_gate=None if gate is None else jax.device_put(gate),
+            qkv_bias=self.bias(i) if c.qkv_bias else None,
+            q_norm=self.norm("q_norm", i) if c.qk_norm else None,
+            k_norm=self.norm("k_norm", i) if c.qk_norm else None,
+            post_attn_norm=self.norm("post_attn_norm", i) if c.post_norms else None,
+            post_mlp_norm=self.norm("post_mlp_norm", i) if c.post_norms else None,
         )

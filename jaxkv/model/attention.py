@@ -35,20 +35,26 @@ class Visibility:
     scores and repeats it for every head (2 to 3 times slower prefill at context 2,048).
     """
 
-    key_positions: Array  # i32[M/block, B, block·P]; NOWHERE for slots not owned or not written yet
-    num_blocks: Array  # i32[], leading blocks that hold anything readable
+    key_positions: Array  # i32[M/block, B, block·P]; NOWHERE for slots that no query may read
+    num_blocks: Array  # i32[], blocks to fold in: the leading ones, or those that `order` begins with
+    order: Array | None = None  # i32[M/block] with a window: blocks that hold anything readable first
 
 
-def visibility(table: PageTable, positions: Array, lengths: Array, page_size: int) -> Visibility:
+def visibility(
+    table: PageTable, positions: Array, lengths: Array, page_size: int, window: int = 0
+) -> Visibility:
     """Places the slots of a table.
 
-    A slot behind a row's last query may not be written yet, and no query sees it.
+    A slot behind a row's last query may not be written yet, and no query sees it. With a window, nor
+    does any query see what stands `window` or more positions before the row's first query; blocks of
+    such slots alone are not read at all.
 
     Args:
       table: segments of the B sequences.
       positions: i32[B, T] of the queries.
       lengths: i32[B], valid queries of each row.
       page_size: P.
+      window: positions that a query sees, its own included; 0 for all. Static.
     """
     batch, blocks = table.delta_index.shape
     valid = jnp.arange(positions.shape[1]) < lengths[:, None]
@@ -56,8 +62,15 @@ def visibility(table: PageTable, positions: Array, lengths: Array, page_size: in
     slot = jnp.arange(page_size, dtype=jnp.int32)
     where = table.first[..., None] + slot
     readable = (slot >= table.lo[..., None]) & (slot < table.hi[..., None]) & (where <= last)
+    if window:
+        earliest = jnp.min(jnp.where(valid, positions, NOWHERE), axis=1)[:, None, None]
+        readable &= where > earliest - window
     where = jnp.where(readable, where, NOWHERE).reshape(batch, blocks, -1).transpose(1, 0, 2)
     used = jnp.any(where < NOWHERE, axis=(1, 2))
+    if window:
+        # What is out of every window comes first in a table: no leading blocks to count.
+        order = jnp.argsort(~used, stable=True).astype(jnp.int32)
+        return Visibility(key_positions=where, num_blocks=used.sum(dtype=jnp.int32), order=order)
     return Visibility(
         key_positions=where,
         num_blocks=jnp.max(jnp.where(used, jnp.arange(blocks, dtype=jnp.int32) + 1, 0)),
@@ -72,17 +85,21 @@ def paged_attention(
     positions: Array,
     *,
     layer: int,
+    window: int = 0,
     backend: Backend = AUTO,
 ) -> Array:
     """Causal attention of queries over the segments of their sequences.
+
+    A window is measured in the positions at which keys stand in the sequence, not in slots or births.
 
     Args:
       q: f32[B, R, T, K, G, H], scaled, rotated at `positions - deltas[:, r]`.
       pages: the pages of the layer's group; keys stand rotated at their birth.
       table: segments of the B sequences.
-      seen: `visibility` of the table.
+      seen: `visibility` of the table and the window.
       positions: i32[B, T] of the queries.
       layer: index of the layer within its group.
+      window: positions that a query sees, its own included; 0 for all. Static.
       backend: XLA or kernels; static.
 
     Returns:
@@ -95,7 +112,10 @@ def paged_attention(
         row = jnp.minimum(table.page, pages.num_pages - 1) + layer * pages.num_pages
         segments = (row, table.first, table.lo, table.hi, table.delta_index)
         attended: Array = backend.call(
-            pallas_kernels.paged_attention, q, pages.kv, *segments, positions, scale=pages.scale
+            pallas_kernels.paged_attention,
+            *(q, pages.kv, *segments, positions),
+            scale=pages.scale,
+            window=window or None,
         )
         return attended
     batch, _, length, kv_heads, group, head_dim = q.shape
@@ -112,6 +132,7 @@ def paged_attention(
 
     def fold(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, total, acc = carry
+        i = i if seen.order is None else seen.order[i]
         where = jax.lax.dynamic_index_in_dim(seen.key_positions, i, keepdims=False)
         entries = jax.lax.dynamic_slice_in_dim(table.page, i * block, block, axis=1)
         rows = read_pages(pages, layer, entries).astype(jnp.float32)
@@ -124,7 +145,10 @@ def paged_attention(
         keys = rows if whole_rows else rows[..., :head_dim]
         values = rows if whole_rows else rows[..., head_dim:]
 
-        bias = jnp.where(where[:, None] <= positions[:, :, None], 0.0, MASKED)
+        visible = where[:, None] <= positions[:, :, None]
+        if window:
+            visible &= where[:, None] > positions[:, :, None] - window
+        bias = jnp.where(visible, 0.0, MASKED)
         scores = jnp.einsum("bkqh,bksh->bkqs", query, keys)
         scores = scores.reshape(batch, kv_heads, group, length, -1) + bias[:, None, None]
         scores = scores.reshape(batch, kv_heads, group * length, -1)
@@ -152,18 +176,21 @@ def append_of(backend: Backend) -> Callable[..., Array] | None:
     return functools.partial(backend.call, pallas_kernels.append) if backend.has("append") else None
 
 
-def dense_attention(q: Array, k: Array, v: Array) -> Array:
+def dense_attention(q: Array, k: Array, v: Array, window: int = 0) -> Array:
     """Causal attention over contiguous keys, full scores: the form that everything else is judged by.
 
     Args:
       q: f32[B, T, K, G, H], scaled and rotated.
       k, v: f32[B, T, K, H], k rotated.
+      window: positions that a query sees, its own included; 0 for all.
 
     Returns:
       f32[B, T, K, G, H].
     """
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k)
-    length = q.shape[1]
-    causal = jnp.arange(length)[:, None] >= jnp.arange(length)
-    weights = jax.nn.softmax(jnp.where(causal, scores, MASKED), axis=-1)
+    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
+    visible = distance >= 0
+    if window:
+        visible &= distance < window
+    weights = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v)

@@ -35,15 +35,21 @@ def project(x: Array, weight: Array, *, inputs: int = 1) -> Array:
     return out.reshape(*rows.shape[:-1], *weight.shape[inputs:])
 
 
-def gated_mlp(x: Array, gate_up: Array, down: Array) -> Array:
-    """SwiGLU: (silu(x·gate) * (x·up))·down, with gate_up [D, 2, F] and down [F, D]."""
+def gated_mlp(x: Array, gate_up: Array, down: Array, activation: str = "silu") -> Array:
+    """(activation(x·gate) * (x·up))·down, with gate_up [D, 2, F] and down [F, D].
+
+    SwiGLU with "silu", GeGLU in its tanh form with "gelu_tanh" (Shazeer, arXiv 2002.05202).
+    """
     hidden = project(x, gate_up)
-    return project(jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :], down)
+    gate = hidden[..., 0, :]
+    gate = jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
+    return project(gate * hidden[..., 1, :], down)
 
 
-def embed(tokens: Array, table: Array) -> Array:
-    """Rows of the embedding table [V, D] as float32; `tokens` are validated on the host."""
-    return table[tokens].astype(jnp.float32)
+def embed(tokens: Array, table: Array, scale: float = 1.0) -> Array:
+    """Rows of the embedding table [V, D] times `scale`, float32; `tokens` are validated on the host."""
+    rows = table[tokens].astype(jnp.float32)
+    return rows if scale == 1.0 else rows * scale
 
 
 def unembed(x: Array, table: Array) -> Array:

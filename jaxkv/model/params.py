@@ -17,6 +17,7 @@ import numpy as np
 from flax import struct
 
 from jaxkv.model.config import ModelConfig
+from jaxkv.model.recurrent_params import FLOAT32_NAMES, RecurrentParams, abstract_recurrent, init_small
 from jaxkv.typing import Array
 
 
@@ -28,12 +29,18 @@ class LayerParams:
     mlp_norm: Array  # f32[D]
     gate_up: Array  # [D, 2, F]
     down: Array  # [F, D]
+    qkv_bias: Array | None = None  # f32[K, G+2, H]
+    q_norm: Array | None = None  # f32[H]
+    k_norm: Array | None = None  # f32[H]
+    post_attn_norm: Array | None = None  # f32[D]
+    post_mlp_norm: Array | None = None  # f32[D]
+    attn_gate: Array | None = None  # [D, N, H], of what attention returns
 
 
 @struct.dataclass(kw_only=True)
 class Params:
     embed: Array  # [V, D]
-    layers: tuple[LayerParams, ...]
+    layers: tuple[LayerParams | RecurrentParams, ...]
     final_norm: Array  # f32[D]
     unembed: Array | None  # [V, D], None when tied to `embed`
 
@@ -45,19 +52,28 @@ LAYER_AXES = {
     "mlp_norm": ("embed",),
     "gate_up": ("embed", "gate_up", "mlp"),
     "down": ("mlp", "embed"),
+    "qkv_bias": ("kv_heads", "qkv", "head_dim"),
+    "q_norm": ("head_dim",),
+    "k_norm": ("head_dim",),
+    "post_attn_norm": ("embed",),
+    "post_mlp_norm": ("embed",),
+    "attn_gate": ("embed", "heads", "head_dim"),
 }
 PARAM_AXES = {"embed": ("vocab", "embed"), "final_norm": ("embed",), "unembed": ("vocab", "embed")}
 
 
 def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
-    """Shapes and dtypes of the weights of `config`, without storage. Norm weights are float32."""
+    """Shapes and dtypes of the weights of `config`, without storage. Norms and biases are float32."""
     d, k, g, h = config.embed_dim, config.num_kv_heads, config.group_size, config.head_dim
     f, v = config.mlp_dim, config.vocab_size
 
     def w(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    norm = jax.ShapeDtypeStruct((d,), jnp.float32)
+    def f32(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    norm = f32(d)
     layer = LayerParams(
         attn_norm=norm,
         qkv=w(d, k, g + 2, h),
@@ -65,23 +81,39 @@ def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
         mlp_norm=norm,
         gate_up=w(d, 2, f),
         down=w(f, d),
+        qkv_bias=f32(k, g + 2, h) if config.qkv_bias else None,
+        q_norm=f32(h) if config.qk_norm else None,
+        k_norm=f32(h) if config.qk_norm else None,
+        post_attn_norm=norm if config.post_norms else None,
+        post_mlp_norm=norm if config.post_norms else None,
+        attn_gate=w(d, config.num_heads, h) if config.attention_gate else None,
     )
     return Params(
         embed=w(v, d),
-        layers=(layer,) * config.num_layers,
+        layers=tuple(
+            abstract_recurrent(config, dtype) if kind == "recurrent" else layer for kind in config.types
+        ),
         final_norm=norm,
         unembed=None if config.tie_embeddings else w(v, d),
     )
 
 
 def init_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> Params:
-    """Random weights, for tests and for training from scratch: normal / sqrt(fan-in), norms 1."""
+    """Random weights, for tests and for training from scratch: normal / sqrt(fan-in), norms 1.
+
+    Biases are normal, of deviation 0.1.
+    """
     rng = np.random.default_rng(seed)
+    small = init_small(rng)
 
     def make(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].name
         if name.endswith("norm"):
             return jnp.ones(leaf.shape, leaf.dtype)
+        if name in small:
+            return jnp.asarray(small[name](leaf.shape), leaf.dtype)
+        if name.endswith("bias"):
+            return jnp.asarray(0.1 * rng.standard_normal(leaf.shape, np.float32), leaf.dtype)
         fan_in = leaf.shape[0]
         if name in ("embed", "unembed"):
             fan_in = leaf.shape[1]
@@ -92,6 +124,11 @@ def init_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) ->
 
     params: Params = jax.tree.map_with_path(make, abstract_params(config, dtype))
     return params
+
+
+def stays_float32(name: str) -> bool:
+    """Whether a parameter is float32 whatever the dtype of the matrices is."""
+    return name.endswith(("norm", "bias")) or name in FLOAT32_NAMES
 
 
 def params_digest(params: Params, fetch: Callable[[Array], np.ndarray[Any, Any]] = np.asarray) -> str:

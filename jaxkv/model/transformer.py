@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxkv.cache.pages import KVPages, write_slots
+from jaxkv.cache.pages import write_slots
+from jaxkv.cache.states import Pages, States, kv_groups, read_states, write_states
 from jaxkv.cache.table import StepInput
 from jaxkv.errors import ConfigError
 from jaxkv.model.attention import append_of, dense_attention, paged_attention, visibility
 from jaxkv.model.backend import AUTO, Backend
 from jaxkv.model.config import ModelConfig
+from jaxkv.model.deltanet import gated_delta_net
 from jaxkv.model.layers import embed, gated_mlp, project, rms_norm, unembed
 from jaxkv.model.params import LayerParams, Params
+from jaxkv.model.recurrent_params import RecurrentParams
 from jaxkv.model.rope import rope_angles, rotate
 from jaxkv.typing import Array
 
@@ -24,32 +25,66 @@ LOGITS = ("last", "all")
 
 @struct.dataclass(kw_only=True)
 class StepOutput:
-    pages: tuple[KVPages, ...]
+    pages: Pages
     logits: Array  # f32[B, V] of the last valid token, or f32[B, T, V]
-    attention: Array | None = None  # f32[L, B, T, N·H], only when captured
+    attention: Array | None = None  # f32[L, B, T, N·H] of the layers that attend, only when captured
 
 
-def _project_qkv(x: Array, layer: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
+def project_qkv(x: Array, layer: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
     """Returns unrotated q [..., K, G, H] and k [..., K, H], and v [..., K, H]."""
     qkv = project(rms_norm(x, layer.attn_norm, config.norm_eps), layer.qkv)
+    if layer.qkv_bias is not None:
+        qkv = qkv + layer.qkv_bias
     group = config.group_size
-    return qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]
+    q, k, v = qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
+    return q, k, v
 
 
-def _finish_layer(x: Array, attended: Array, layer: LayerParams, config: ModelConfig) -> Array:
+def finish_layer(x: Array, attended: Array, layer: LayerParams, config: ModelConfig) -> Array:
+    """A layer behind its attention, whose output is [..., K, G, H]: projection and MLP, f32[..., D]."""
     heads = attended.reshape(*attended.shape[:-3], config.num_heads, config.head_dim)
-    x = x + project(heads, layer.out, inputs=2)
-    return x + gated_mlp(rms_norm(x, layer.mlp_norm, config.norm_eps), layer.gate_up, layer.down)
+    added = project(heads, layer.out, inputs=2)
+    if layer.post_attn_norm is not None:
+        added = rms_norm(added, layer.post_attn_norm, config.norm_eps)
+    x = x + added
+    added = rms_norm(x, layer.mlp_norm, config.norm_eps)
+    added = gated_mlp(added, layer.gate_up, layer.down, config.activation)
+    if layer.post_mlp_norm is not None:
+        added = rms_norm(added, layer.post_mlp_norm, config.norm_eps)
+    return x + added
 
 
-def _logits(x: Array, params: Params, config: ModelConfig) -> Array:
+def gate_attention(attended: Array, x: Array, layer: LayerParams, config: ModelConfig) -> Array:
+    """Attention's output [..., K, G, H] times a sigmoid of the layer's input, where there is a gate."""
+    if layer.attn_gate is None:
+        return attended
+    gate = project(rms_norm(x, layer.attn_norm, config.norm_eps), layer.attn_gate)
+    return attended * jax.nn.sigmoid(gate).reshape(attended.shape)
+
+
+def _recurrent_layer(
+    x: Array, layer: RecurrentParams, states: States, lengths: Array, config: ModelConfig
+) -> tuple[Array, States]:
+    """A whole layer: what comes out, and what is kept behind the last valid token."""
+    conv, state, operator = states
+    h = rms_norm(x, layer.attn_norm, config.norm_eps)
+    mixed, *states_out = gated_delta_net(h, layer, conv, state, lengths, config=config, operator=operator)
+    x = x + mixed
+    h = rms_norm(x, layer.mlp_norm, config.norm_eps)
+    return x + gated_mlp(h, layer.gate_up, layer.down, config.activation), States(*states_out)
+
+
+def logits_of(x: Array, params: Params, config: ModelConfig) -> Array:
+    """Logits f32[..., V] of the states f32[..., D] behind the last layer."""
     table = params.embed if params.unembed is None else params.unembed
     return unembed(rms_norm(x, params.final_norm, config.norm_eps), table)
 
 
 def forward_step(
     params: Params,
-    pages: tuple[KVPages, ...],
+    pages: Pages,
     step: StepInput,
     *,
     config: ModelConfig,
@@ -60,11 +95,13 @@ def forward_step(
     """One step: writes the KV of its tokens, then attends, layer by layer.
 
     Positions are arbitrary, so the same function prefills, decodes, appends and repairs. Every key of
-    the step is written before attention reads, so tokens computed together see each other.
+    the step is written before attention reads, so tokens computed together see each other. Recurrent
+    layers know no positions: they take the tokens in their order, behind the state that is read.
 
     Args:
       params: weights.
-      pages: one `KVPages` per layer group; donate them, or the write copies the pool.
+      pages: one `KVPages` per layer group, then a `StatePool` if there are recurrent layers; donate them,
+        or the write copies the pool.
       step: tokens, positions, and per group slots and table.
       config: architecture; static.
       logits: "last" for f32[B, V] at each row's last valid token, "all" for f32[B, T, V]; static.
@@ -73,60 +110,91 @@ def forward_step(
     """
     if logits not in LOGITS:
         raise ConfigError(f"logits is '{logits}', expected 'last' or 'all'")
-    positions, rope = step.positions, config.rope
-    cos, sin = rope_angles(positions, rope, config.max_positions)
-    key_angles = cos[:, :, None], sin[:, :, None]
+    positions = step.positions
     pages_out = list(pages)
-    query_angles, seen = [], []
-    for g, inputs in enumerate(step.groups):
+    key_angles, query_angles, seen = [], [], []
+    for group, inputs, held in zip(config.groups, step.groups, kv_groups(pages), strict=True):
+        cos, sin = rope_angles(positions, group.rope, config.max_positions)
+        key_angles.append((cos[:, :, None], sin[:, :, None]))
         # A key born at b that stands at b + delta: (R(i) q)·(R(b+delta) k) = (R(i-delta) q)·(R(b) k).
         if inputs.table.deltas.shape[1] == 1:
             angles = cos[:, None], sin[:, None]
         else:
             # Keys were born below max_positions, so i - delta stays below twice that.
             shifted = positions[:, None, :] - inputs.table.deltas[:, :, None]
-            angles = rope_angles(shifted, rope, 2 * config.max_positions)
+            angles = rope_angles(shifted, group.rope, 2 * config.max_positions)
         query_angles.append(tuple(a[..., None, None, :] for a in angles))
-        seen.append(visibility(inputs.table, positions, step.lengths, pages[g].page_size))
-    where = {
-        layer: (g, index) for g, group in enumerate(config.groups) for index, layer in enumerate(group.layers)
-    }
-    scale = 1.0 / math.sqrt(config.head_dim)
+        seen.append(visibility(inputs.table, positions, step.lengths, held.page_size, group.window))
     append = append_of(backend)
     captured = []
-    x = embed(step.tokens, params.embed)
+    x = embed(step.tokens, params.embed, config.embed_scale)
+    recurrent = iter(range(len(config.recurrent_layers)))
     for number, layer in enumerate(params.layers):
-        g, index = where[number]
-        inputs = step.groups[g]
+        if isinstance(layer, RecurrentParams):
+            with jax.named_scope(f"layer_{number}"):
+                index = next(recurrent)
+                assert step.states is not None
+                states = read_states(pages_out[-1], index, step.states.read, step.states.fresh)
+                x, states = _recurrent_layer(x, layer, states, step.lengths, config)
+                pages_out[-1] = write_states(pages_out[-1], index, step.states.write, states)
+            continue
+        g, index = config.group_of(number)
+        group, inputs = config.groups[g], step.groups[g]
+        magnitude = group.rope.magnitude
         with jax.named_scope(f"layer_{number}"):
-            q, k, v = _project_qkv(x, layer, config)
-            k = rotate(k, *key_angles, magnitude=rope.magnitude)
+            q, k, v = project_qkv(x, layer, config)
+            k = rotate(k, *key_angles[g], magnitude=magnitude)
             pages_out[g] = write_slots(pages_out[g], index, inputs.slots, k, v, append)
-            q = rotate(q[:, None] * scale, *query_angles[g], magnitude=rope.magnitude)
+            q = rotate(q[:, None] * config.attention_scale, *query_angles[g], magnitude=magnitude)
             attended = paged_attention(
-                q, pages_out[g], inputs.table, seen[g], positions, layer=index, backend=backend
+                q,
+                pages_out[g],
+                inputs.table,
+                seen[g],
+                positions,
+                layer=index,
+                window=group.window,
+                backend=backend,
             )
             if capture:
                 captured.append(attended.reshape(*positions.shape, -1))
-            x = _finish_layer(x, attended, layer, config)
+            attended = gate_attention(attended, x, layer, config)
+            x = finish_layer(x, attended, layer, config)
     if logits == "last":
         x = jnp.take_along_axis(x, jnp.maximum(step.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     return StepOutput(
         pages=tuple(pages_out),
-        logits=_logits(x, params, config),
+        logits=logits_of(x, params, config),
         attention=jnp.stack(captured) if capture else None,
+    )
+
+
+def _start(batch: int, config: ModelConfig) -> States:
+    """What a layer keeps before the first token."""
+    shape = config.recurrent
+    assert shape is not None
+    return States(
+        jnp.zeros((batch, shape.channels, shape.conv_width - 1), jnp.float32),
+        jnp.zeros((batch, shape.num_value_heads, shape.key_dim, shape.value_dim), jnp.float32),
     )
 
 
 def forward_dense(params: Params, tokens: Array, *, config: ModelConfig) -> Array:
     """Logits f32[B, T, V] of i32[B, T] tokens at positions 0..T-1: no cache, no pages, the oracle."""
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    cos, sin = rope_angles(positions, config.rope, config.max_positions)
-    magnitude, scale = config.rope.magnitude, 1.0 / math.sqrt(config.head_dim)
-    x = embed(tokens, params.embed)
-    for layer in params.layers:
-        q, k, v = _project_qkv(x, layer, config)
-        q = rotate(q * scale, cos[:, None, None], sin[:, None, None], magnitude=magnitude)
-        k = rotate(k, cos[:, None], sin[:, None], magnitude=magnitude)
-        x = _finish_layer(x, dense_attention(q, k, v), layer, config)
-    return _logits(x, params, config)
+    angles = [rope_angles(positions, group.rope, config.max_positions) for group in config.groups]
+    x = embed(tokens, params.embed, config.embed_scale)
+    lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
+    for number, layer in enumerate(params.layers):
+        if isinstance(layer, RecurrentParams):
+            x, _ = _recurrent_layer(x, layer, _start(len(x), config), lengths, config)
+            continue
+        g, _ = config.group_of(number)
+        group, (cos, sin) = config.groups[g], angles[g]
+        q, k, v = project_qkv(x, layer, config)
+        q = q * config.attention_scale
+        q = rotate(q, cos[:, None, None], sin[:, None, None], magnitude=group.rope.magnitude)
+        k = rotate(k, cos[:, None], sin[:, None], magnitude=group.rope.magnitude)
+        attended = gate_attention(dense_attention(q, k, v, group.window), x, layer, config)
+        x = finish_layer(x, attended, layer, config)
+    return logits_of(x, params, config)

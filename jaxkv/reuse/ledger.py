@@ -27,11 +27,22 @@ def token_flops(config: ModelConfig) -> int:
 
 
 def attention_flops(config: ModelConfig) -> int:
-    """C_attn: FLOPs of one token's scores and weighted sum for one attended key, over all layers.
+    """C_attn: FLOPs of one token's scores and weighted sum for one key, over full-attention layers."""
+    return 4 * config.types.count("global") * config.num_heads * config.head_dim
 
-    Every layer of a `ModelConfig` attends the full history.
+
+def attended_flops(config: ModelConfig, keys: npt.ArrayLike) -> float:
+    """FLOPs of scores and weighted sums of tokens that have `keys` i32[n] keys before or at them.
+
+    A local layer attends no more of them than its window.
     """
-    return 4 * config.num_layers * config.num_heads * config.head_dim
+    count = np.asarray(keys, np.int64)
+    per_layer = 4 * config.num_heads * config.head_dim
+    total = 0
+    for group in config.groups:
+        seen = np.minimum(count, group.window) if group.window else count
+        total += per_layer * len(group.layers) * int(seen.sum())
+    return float(total)
 
 
 def prefix_reuse_flops(
@@ -118,7 +129,7 @@ def make_ledger(
     kv_dtype: str = "float32",
     moved: int = 0,
 ) -> Ledger:
-    """Counts a turn: C_token + C_attn × keys attended, for each computed token, by cause.
+    """Counts a turn: C_token and the FLOPs of the keys attended, for each computed token, by cause.
 
     Args:
       config: the model that computes.
@@ -138,7 +149,7 @@ def make_ledger(
       ConfigError: arrays of different lengths, a repeated position, no attended key, a negative
       count.
     """
-    per_token, per_key = token_flops(config), attention_flops(config)
+    per_token = token_flops(config)
     counts: dict[str, int] = {}
     flops: dict[str, float] = {}
     seen: list[npt.NDArray[np.int64]] = []
@@ -154,7 +165,7 @@ def make_ledger(
             )
         if attended.size and attended.min() < 1:
             raise ConfigError(f"cause '{cause}' attends {attended.min()} keys, expected 1 or more")
-        flops[cause] = float(per_token * at.size + per_key * int(attended.sum()))
+        flops[cause] = float(per_token * at.size) + attended_flops(config, attended)
         if cause in causes:
             counts[cause] = at.size
             seen.append(at)

@@ -16,6 +16,7 @@ from jaxkv.cache.sequence import (
     Sequence,
     clip,
     clip_runs,
+    computed_exact,
     concatenate,
     frozen,
     merge_runs,
@@ -34,6 +35,7 @@ Prober: TypeAlias = Callable[[Edit, Probe], tuple[Any, float]]
 INSERTED = "inserted"
 LAST = "last"  # computed only because its logits are wanted
 HEALED = "healed"
+RESUMED = "resumed"  # of the common prefix, computed again because some layer cannot go on behind it
 _MATCHED, _COMPUTED, _DROPPED = -1, -2, -3
 
 
@@ -63,6 +65,8 @@ class ReusePlan:
     probe_flops: float = 0.0  # work that found out what to keep
     answers: bool = True  # False: `tokens` stand in for what was requested (`Erratum`)
     trial: Policy | None = None  # nothing is planned: that policy's trial is the answer
+    kept: Bool | None = None  # bool[f], tokens of `forward` whose KV is there: they run for what keeps none
+    states: str = "exact"  # of recurrent layers: "exact", or how stale ones are dealt with, see `SCR`
 
     @property
     def seams(self) -> tuple[int, ...]:
@@ -155,6 +159,7 @@ def plan(
     *,
     grid: int = 1,
     probe: Prober | None = None,
+    resume: Callable[[int], int] | None = None,
 ) -> ReusePlan:
     """Applies `policy` to the edit that turns `sequence` into `new_tokens`.
 
@@ -171,9 +176,13 @@ def plan(
       new_tokens: i32[n], n >= 1, validated.
       grid: exact reuse ends on multiples of this (chunk granularity).
       probe: runs what the policy asks of the device; None for policies that ask nothing.
+      resume: how much of the common prefix every layer can go on from; what it cuts is computed again.
     """
     length = len(new_tokens)
     edit = make_edit(sequence, new_tokens, policy)
+    resumed = edit.prefix if resume is not None else 0
+    if resume is not None:
+        edit = dataclasses.replace(edit, prefix=resume(edit.prefix))
     selection, spent = decide(policy, edit, probe)
     if selection.take is not None:
         return ReusePlan(
@@ -202,6 +211,7 @@ def plan(
         edit = dataclasses.replace(edit, prefix=prefix)
         selection = dataclasses.replace(selection, recompute=())
 
+    rotate = selection.rotate and (sequence.rotate or policy.exact or selection.exact)
     # What becomes of each position; a number of 0 or more is that of the kept span.
     fate = np.full(length, _COMPUTED, np.int32)
     fate[: edit.prefix] = _MATCHED
@@ -215,10 +225,10 @@ def plan(
             if run.origin is Origin.DROPPED:
                 fate[run.start - old + new : run.end - old + new] = _DROPPED
 
-    causes: dict[str, Int32] = {}
     inserted = np.flatnonzero(fate == _COMPUTED).astype(np.int32)
-    if len(inserted):
-        causes[INSERTED] = inserted
+    again = inserted < resumed
+    named = {RESUMED: inserted[again], INSERTED: inserted[~again]}
+    causes = {cause: positions for cause, positions in named.items() if len(positions)}
     for cause, positions in selection.recompute:
         positions = np.unique(positions[fate[positions] >= 0]).astype(np.int32)
         if len(positions):
@@ -230,6 +240,8 @@ def plan(
         if not last_matched:
             fate[-1] = _COMPUTED
 
+    # To rounding, not bit for bit: nothing that moved is called exact on a grid, or where keys drift.
+    sight = sequence.sight if grid == 1 and rotate and selection.form != "composed" else None
     moved: list[Int32] = []
     removed = [Removed.of(sequence.tokens, *gap) for gap in _intervals(edit.deleted, 0, edit.old_length)]
     runs = [r for r in clip_runs(sequence.provenance, 0, edit.prefix) if r.origin is not Origin.DROPPED]
@@ -238,23 +250,19 @@ def plan(
             source = start - span.delta, end - span.delta
             moved.append(shift(clip(sequence.segments, *source), span.delta))
             seen = tuple(gap for gap in removed if gap.start < source[0])
-            runs += [
-                Run(
-                    r.start + span.delta,
-                    r.end + span.delta,
-                    Origin.RELOCATED,
-                    r.delta + span.delta,
-                    union([r.influences, seen]),
-                )
-                for r in clip_runs(sequence.provenance, *source)
-            ]
-    approximate = (fate >= 0) | (fate == _DROPPED)
-    approximate[min(sequence.exact_length, edit.prefix) : edit.prefix] = True
-    first_approximate = int(np.argmax(approximate)) if approximate.any() else length
-    for start, end in _intervals(fate == _COMPUTED, 0, length):
-        middle = min(max(first_approximate, start), end)
-        runs += [Run(start, middle, Origin.EXACT), Run(middle, end, Origin.ON_APPROXIMATE)]
+            # Behind this position nothing before the span is felt, in any layer.
+            free = length if sight is None else span.new + sight.reach
+            for r in clip_runs(sequence.provenance, *source):
+                begin, stop, delta = r.start + span.delta, r.end + span.delta, r.delta + span.delta
+                middle = min(max(free, begin), stop) if r.origin is Origin.EXACT else stop
+                influences = union([r.influences, seen])
+                runs.append(Run(begin, middle, Origin.RELOCATED, delta, influences))
+                runs.append(Run(middle, stop, Origin.EXACT, delta))
     runs += [Run(a, b, Origin.DROPPED) for a, b in _intervals(fate == _DROPPED, 0, length)]
+    runs = [run for run in runs if run.start < run.end]
+    for start, end in _intervals(fate == _COMPUTED, 0, length):
+        exactly = computed_exact(runs, start, sight)
+        runs.append(Run(start, end, Origin.EXACT if exactly else Origin.ON_APPROXIMATE))
     forward = np.flatnonzero(fate == _COMPUTED).astype(np.int32)
     return ReusePlan(
         policy=str(policy),
@@ -271,13 +279,16 @@ def plan(
         dropped=int((fate == _DROPPED).sum()),
         write=not last_matched,
         aligned=exact,
-        rotate=selection.rotate and (sequence.rotate or policy.exact or selection.exact),
+        rotate=rotate,
         form=selection.form,
         probe_flops=spent,
+        states="exact" if exact else selection.states,
     )
 
 
-def plan_heal(sequence: Sequence, tokens: int, *, grid: int = 1) -> ReusePlan:
+def plan_heal(
+    sequence: Sequence, tokens: int, *, grid: int = 1, resume: Callable[[int], int] | None = None
+) -> ReusePlan:
     """Recomputes the next `tokens` positions that are not exact, from left to right; none if all are.
 
     What is exact is always a prefix, so what is computed next is exact too, and everything behind it
@@ -288,14 +299,17 @@ def plan_heal(sequence: Sequence, tokens: int, *, grid: int = 1) -> ReusePlan:
     Args:
       sequence: the one to heal.
       tokens: positions to heal at most, at least 1; rounded up to the grid.
-      grid: as in `plan`.
+      grid, resume: as in `plan`.
     """
     length = len(sequence)
     start = sequence.exact_length
     if grid > 1 and not sequence.exact:
         start = min(start, sequence.grid_length) // grid * grid
     end = sequence.exact_length + tokens
-    end = min(-(-end // grid) * grid, length)
+    stale = max((run.end for run in sequence.provenance if run.origin is not Origin.EXACT), default=0)
+    end = min(-(-end // grid) * grid, length) if grid > 1 else max(min(end, stale), start)
+    if resume is not None and start < end:
+        start = resume(start)
     forward = np.arange(start, end, dtype=np.int32)
     rest = clip_runs(sequence.provenance, end, length)
     dropped = sum(r.end - r.start for r in rest if r.origin is Origin.DROPPED)

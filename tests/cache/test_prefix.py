@@ -325,7 +325,8 @@ def test_peeking_finds_what_match_finds_and_changes_nothing() -> None:
         np.testing.assert_array_equal(pool.refcount, before)
         match = index.match(root, prompt, limit=limit)
         assert length == match.length == expected
-        np.testing.assert_array_equal(found, match.pages)
+        np.testing.assert_array_equal(found, match.segments)
+        found = found[:, 0]
         assert index.obtainable((), found) == 8 - len(set(found.tolist()))
         assert index.obtainable((), none) == 8 - len(set(match.pages.tolist())), "they are pinned"
         assert index.obtainable([match.pages], none) == 8, "and would not be, if given back"

@@ -12,7 +12,7 @@ from experiments.registry import KEY, find, peek
 from experiments.workloads.case import position_label
 from jaxkv.errors import ConfigError
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("[a-z]*.py"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("[a-z]*.py"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -66,6 +66,21 @@ def test_summary_csv_equals_figures_recomputed_from_cases_jsonl(small_run: RunRe
         assert float(row["noise_floor_kl"]) == pytest.approx(floor)
 
 
+def test_standard_errors_by_edit_and_distance_are_those_over_cases() -> None:
+    rows = [
+        record("scr", 0.1, case="a", kl_tokens=[0.1, 0.3], distance=15),
+        record("scr", 0.4, case="b", kl_tokens=[0.5, 0.7], distance=15),
+        record("scr", 0.7, case="c", kl_tokens=[0.2, 0.2], distance=2000),
+    ]
+    summary = summary_of(*rows)
+    assert summary.by_edit["scr"] == {"delete": pytest.approx(0.4)}
+    assert summary.by_edit_se["scr"] == {"delete": pytest.approx(stderr([0.1, 0.4, 0.7]))}
+    near, middle, *_, far = summary.kl_by_distance_se["scr"]
+    assert near == pytest.approx(stderr([0.1, 0.5]))
+    assert middle == pytest.approx(stderr([0.3, 0.7]))
+    assert math.isnan(far), "one case has no spread"
+
+
 def test_the_page_refers_to_nothing_outside(small_run: RunResult) -> None:
     text = (small_run.path / "report.html").read_text()
     links = re.findall(r"""(?:src|href|action|data)\s*=\s*["']([^"']*)""", text)

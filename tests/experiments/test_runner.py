@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ from experiments import runner
 from experiments.measure import Bench
 from experiments.records import NOISE
 from experiments.runner import RunResult
-from jaxkv.errors import CapacityError, ConfigError
+from jaxkv.errors import CapacityError, ConfigError, FormatError
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "cases.jsonl").read_text().splitlines()]
+
+
+def timeless(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without its wall clock."""
+    return {key: value for key, value in record.items() if key != "timings_ms"}
 
 
 Run = Callable[..., RunResult]
@@ -172,6 +178,22 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_resume(
     assert "run the same command to resume" in error
     assert run_small(tmp_path / "a", **TINY).finished == 5
     assert lines(tmp_path / "a")[:3] == kept
+    # Whatever is no time is the same in a run that nobody interrupted.
+    whole = run_small(tmp_path / "b", **TINY)
+    assert [timeless(r) for r in lines(tmp_path / "a")] == [timeless(r) for r in lines(whole.path)]
+
+
+def test_a_line_that_claims_to_be_finished_and_is_not_is_named(
+    run_small: Run, small_run: RunResult, tmp_path: Path
+) -> None:
+    path = tmp_path / "small"
+    shutil.copytree(small_run.path, path)
+    records = lines(path)
+    del records[1]["divergence"]
+    (path / "cases.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    case, policy = records[1]["case"], records[1]["policy"]
+    with pytest.raises(FormatError, match=rf"case '{case}' under {policy} as ok without 'divergence'"):
+        run_small(path)
 
 
 def test_the_same_command_finds_its_own_directory(

@@ -52,14 +52,14 @@ def test_drift_keeps_keys_in_view_form_and_loses_them_when_rotations_compose(tmp
     """CASES 17, 25: after any number of moves a view's keys have the bits they were born with."""
     policies = ("scr(min_span=16)", "scr(form=copy,min_span=16)", "scr(form=composed,min_span=16)")
     result = small(
-        tmp_path / "a", workload="drift", context=(200,), moves=(16,), kv_dtype="float32,bfloat16,int8",
+        tmp_path / "a", workload="drift", context=(200,), moves=(8,), kv_dtype="float32,bfloat16,int8",
         policies=policies, noise_every=1, documents=1,
     )  # fmt: skip
     assert result.failed == 0
     records = {(r["policy"], r["kv_dtype"]): r for r in lines(result.path)}
     for dtype in ("float32", "bfloat16", "int8"):
         steps = {p: [s for s in records[p, dtype]["steps"] if "kl" in s] for p in policies}
-        assert [len(s) for s in steps.values()] == [5, 5, 5]  # after 1, 2, 4, 8, 16 edits
+        assert [len(s) for s in steps.values()] == [4, 4, 4]  # after 1, 2, 4, 8 edits
         # A form is canonical in a name: its arguments stay, in the order of the fields.
         view, copy, composed = ([s["key_change"] for s in each if s["key_change"]] for each in steps.values())
         assert view == [], "not one bit"
@@ -68,7 +68,7 @@ def test_drift_keeps_keys_in_view_form_and_loses_them_when_rotations_compose(tmp
             assert composed[-1] > 1.5 * max(copy)
     exact = [r for r in lines(result.path) if r["policy"] == "exact"]
     assert all(r["kind"] == "exact" and r["divergence"]["kl"]["max"] < 1e-9 for r in exact)
-    assert all(len(r["steps"]) == 16 == r["turns"] for r in exact)
+    assert all(len(r["steps"]) == 8 == r["turns"] for r in exact)
     assert all(sum(s["flops"] for s in r["steps"]) == pytest.approx(r["flops"]) for r in exact)
     check_what_the_dtype_costs_alone(records)
     assert {r["corpus"] for r in lines(result.path)} == {exact[0]["corpus"]}
@@ -76,6 +76,29 @@ def test_drift_keeps_keys_in_view_form_and_loses_them_when_rotations_compose(tmp
     assert 'id="steps"' in text
     assert "Dtypes of the pages" in text
     assert "scr(min_span=16)" in text
+
+
+def test_a_view_is_materialized_past_max_deltas_and_its_keys_stay_at_one_rounding(tmp_path: Path) -> None:
+    """CASE 25 for scattered spans: twelve places are more distances than the engine's eight."""
+    policies = ("scr(min_span=8,tail=0)", "scr(form=copy,min_span=8,tail=0)")
+    result = small(
+        tmp_path / "a", workload="drift", context=(200,), moves=(16,), places=12, kv_dtype="bfloat16",
+        policies=policies, noise_every=0, documents=1, num_pages=400,
+    )  # fmt: skip
+    assert result.failed == 0
+    view, copy = (next(r["steps"] for r in lines(result.path) if r["policy"] == p) for p in policies)
+    assert [step["deltas"] for step in view] == [step["deltas"] for step in copy] == list(range(1, 17))
+    assert [step["materialized"] for step in view] == [False] * 7 + [True] * 9, "seven distances fit a view"
+    assert all(step["kv_bytes_moved"] == 0 for step in view[:7])
+    assert view[7]["kv_bytes_moved"] > 0
+    # Once copied, a prefix stays: the next place moves only what is behind it, in as few distances.
+    assert view[8]["kv_bytes_moved"] == 0
+    error = {name: {n: s["key_change"] for n, s in enumerate(steps, 1) if s.get("key_change") is not None}
+             for name, steps in (("view", view), ("copy", copy))}  # fmt: skip
+    assert [error["view"][n] for n in (1, 2, 4)] == [0, 0, 0], "not one bit"
+    assert set(error["view"]) == {1, 2, 4, 8, 16}
+    assert 0 < error["view"][8] <= 1.1 * error["copy"][1]
+    assert 0 < error["view"][16] <= 1.1 * error["copy"][1]
 
 
 def test_a_residue_run_tells_histories_apart_only_where_something_stale_is_kept(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 import tiny_models
 
 from jaxkv.errors import FormatError
-from jaxkv.io.configs import config_from_gguf, config_from_hf
+from jaxkv.io.configs import config_from_hf
+from jaxkv.io.gguf_configs import config_from_gguf
 from jaxkv.model.config import RopeConfig
 from jaxkv.model.rope import inverse_frequencies
 

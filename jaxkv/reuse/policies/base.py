@@ -15,6 +15,8 @@ from jaxkv.typing import Bool, Int32
 
 Form = Literal["view", "copy", "composed"]
 FORMS = ("view", "copy", "composed")
+States = Literal["fork", "replay", "compose"]
+STATES = ("fork", "replay", "compose")
 MIN_SPAN = 64
 NO_TOKENS: Int32 = np.zeros(0, np.int32)
 NO_TOKENS.flags.writeable = False
@@ -69,6 +71,7 @@ class Selection:
     append: Int32 | None = None  # leave the cached sequence as it is and append these tokens instead
     ask: Probe | None = None  # not an answer yet: run this, then ask again
     take: Policy | None = None  # the answer is that of this policy, tried before with a `Trial`
+    states: States = "fork"  # what recurrent layers do, where something stale is kept
 
 
 @runtime_checkable

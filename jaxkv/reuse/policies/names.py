@@ -19,12 +19,13 @@ from jaxkv.reuse.policies.sinks import Sinks
 from jaxkv.reuse.policies.top_deviation import TopDeviation
 
 _SIZES = ("form", "max_spans", "min_span", "tail")
+_WORDS = ("form", "states")  # arguments that are no numbers
 # Name to constructor and the arguments that a name may carry, in order.
 POLICIES: dict[str, tuple[Callable[..., Policy], tuple[str, ...]]] = {
     "exact": (Exact, ()),
     "drop": (Drop, ()),
     "no_rotation": (NoRotation, _SIZES),
-    "scr": (SCR, _SIZES),
+    "scr": (SCR, (*_SIZES, "states")),
     "first_k": (FirstK, ("k",)),
     "sinks": (Sinks, ("s",)),
     "top_deviation": (TopDeviation, ("ratio", "layer")),
@@ -78,7 +79,7 @@ def _parse_one(text: str) -> Policy:
         if key not in allowed or key in arguments:
             expected = ", ".join(allowed) or "none"
             raise ConfigError(f"policy '{text}' has argument '{part}', expected arguments: {expected}")
-        if key == "form":
+        if key in _WORDS:
             arguments[key] = value
         elif _WHOLE.fullmatch(value):
             arguments[key] = int(value)

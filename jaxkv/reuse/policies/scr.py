@@ -8,7 +8,18 @@ from typing import ClassVar
 
 from jaxkv.errors import ConfigError
 from jaxkv.reuse.diff import Span
-from jaxkv.reuse.policies.base import FORMS, MIN_SPAN, Edit, Form, Selection, named, ranges, require
+from jaxkv.reuse.policies.base import (
+    FORMS,
+    MIN_SPAN,
+    STATES,
+    Edit,
+    Form,
+    Selection,
+    States,
+    named,
+    ranges,
+    require,
+)
 from jaxkv.reuse.probes import Attention, Deviation, Encoded, Probe, Trial
 from jaxkv.typing import Int32
 
@@ -46,6 +57,13 @@ class SCR:
     Inserted tokens and the last `tail` tokens of each span are computed. `form="view"` leaves keys
     where they are and rotates queries by -delta; `form="copy"` writes R(delta) K into fresh pages,
     always from the keys as born. Combine it with repairs: `SCR() | FirstK(32) | Sinks(4)`.
+
+    Recurrent layers have no suffix to move. `states="fork"`, the paper's, takes over the state behind the
+    old text, and what is computed goes on from there: as cheap as without such layers, and stale.
+    `states="replay"` starts from the nearest snapshot before the edit and runs every token behind it, with
+    attention over the relocated keys: it costs what the exact answer does, and shows what of the divergence
+    is the state's. `states="compose"` starts there too, but passes over what of a kept span lies between two
+    snapshots: what these tokens made of the old state, they are taken to make of the new one.
     """
 
     form: Form = "view"
@@ -54,10 +72,13 @@ class SCR:
     tail: int = 16
     repairs: tuple[Repair, ...] = ()
     rotate: bool = True
+    states: States = "fork"
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ConfigError(f"form is '{self.form}', expected one of {', '.join(FORMS)}")
+        if self.states not in STATES:
+            raise ConfigError(f"states is '{self.states}', expected one of {', '.join(STATES)}")
         require("max_spans", self.max_spans, 1)
         require("min_span", self.min_span, 1)
         require("tail", self.tail, 0)
@@ -79,7 +100,13 @@ class SCR:
             if isinstance(found, _PROBES):
                 return Selection(ask=found)
             causes.append((repair.cause, found))
-        return Selection(keep=kept, recompute=(*causes, ("tail", tails)), rotate=self.rotate, form=self.form)
+        return Selection(
+            keep=kept,
+            recompute=(*causes, ("tail", tails)),
+            rotate=self.rotate,
+            form=self.form,
+            states=self.states,
+        )
 
     def __or__(self, repair: Repair) -> SCR:
         if not isinstance(repair, Repair):

@@ -1,0 +1,42 @@
+"""Llama 3: what do edits cost and break where RoPE is scaled by wavelength?
+
+    python -m experiments.launch --config=configs/families/llama3.py
+    python -m experiments.launch --config=configs/families/llama3.py --config.model=PATH
+
+Runtime: under a minute on two cores with random weights, as here; minutes with a model of
+Llama 3.x (a directory with config.json and safetensors or a GGUF file).
+
+Llama 3.1 scales the slow frequencies by 8 and leaves the fast ones: still a fixed rotation per
+position, so relocation composes.
+
+Expected: with random weights every approximate policy is off by about as much as the controls, as
+random attention finds no structure to keep; `exact` is at the noise floor. The figures say something
+about reuse only with trained weights: give `--config.model`.
+"""
+
+import ml_collections
+
+from experiments.config import defaults
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """One family's edits; every key can be overridden, see `experiments/config.py`."""
+    return defaults(
+        name="llama3",
+        model="tiny-random-llama3",
+        context=(600,),
+        edits=("delete", "insert"),
+        positions=(0.25,),
+        sizes=(48,),
+        documents=1,
+        continuation=32,
+        chunk_size=128,
+        policies=(
+            "exact",
+            "drop",
+            "no_rotation",
+            "scr",
+            "scr(form=copy)",
+            "first_k(32)",
+        ),
+    )

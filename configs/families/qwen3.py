@@ -1,0 +1,41 @@
+"""Qwen3: what do edits cost and break where queries and keys are normalized?
+
+    python -m experiments.launch --config=configs/families/qwen3.py
+    python -m experiments.launch --config=configs/families/qwen3.py --config.model=PATH
+
+Runtime: under a minute on two cores with random weights, as here; minutes with a model of
+Qwen3 (a directory with config.json and safetensors or a GGUF file).
+
+A head's query and key are normalized before they are rotated.
+
+Expected: with random weights every approximate policy is off by about as much as the controls, as
+random attention finds no structure to keep; `exact` is at the noise floor. The figures say something
+about reuse only with trained weights: give `--config.model`.
+"""
+
+import ml_collections
+
+from experiments.config import defaults
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """One family's edits; every key can be overridden, see `experiments/config.py`."""
+    return defaults(
+        name="qwen3",
+        model="tiny-random-qwen3",
+        context=(600,),
+        edits=("delete", "insert"),
+        positions=(0.25,),
+        sizes=(48,),
+        documents=1,
+        continuation=32,
+        chunk_size=128,
+        policies=(
+            "exact",
+            "drop",
+            "no_rotation",
+            "scr",
+            "scr(form=copy)",
+            "first_k(32)",
+        ),
+    )
