@@ -33,7 +33,7 @@ from jaxkv.checks import (
 )
 from jaxkv.errors import ConfigError, HandleError
 from jaxkv.execute import Computed, Materialized, compute, extended, materialize, must_materialize
-from jaxkv.generation import Decoded, Sampling, decode_batch
+from jaxkv.generation import LOOP_STEPS, Decoded, Sampling, decode_batch
 from jaxkv.io.models import Model
 from jaxkv.memory import Memory
 from jaxkv.model.backend import Backend
@@ -45,7 +45,7 @@ from jaxkv.serving.loop import Loop
 from jaxkv.serving.request import ServingConfig
 from jaxkv.tiering import make_tiers
 from jaxkv.typing import Int32
-from jaxkv.windows import bytes_for_pages, refuse_bound
+from jaxkv.windows import bytes_for_pages, check_local_pages, refuse_bound
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -100,6 +100,7 @@ class EngineCore:
         if not isinstance(model, Model):
             raise ConfigError(f"model is a {type(model).__name__}, expected what jaxkv.load returns")
         kv_dtype = check_dtype(kv_dtype or model.dtype)
+        check_local_pages(model.config, local_pages, page_size, max(chunk_size, LOOP_STEPS))
         whole = local_pages is None
         self._token_bytes = max(kv_token_bytes(model.config, kv_dtype, windowed=whole), 1)
         num_pages = check_geometry(

@@ -195,7 +195,10 @@ def test_requests_are_served_over_bounded_pages(bounded: jaxkv.Engine, judge: Ju
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"local_pages": 0}, "local_pages is 0, expected a whole number of at least 1"),
+        (
+            {"local_pages": 7},
+            "local_pages is 7, expected a whole number of at least 8: a window of 21 and 32",
+        ),
         ({"local_pages": True}, "local_pages is True"),
         ({"local_pages": 8, "host_tier_bytes": 2**20}, "a host or disk tier needs the KV of every layer"),
         (
