@@ -5,8 +5,9 @@
 Runtime: not yet run to its end; about ten minutes on two cores, with `--config.quick=True` (16 edits) two.
 
 Expected: in view form no key is rewritten until spans stand at eight distances (`max_deltas`); from then on
-they are copied from the keys as born, so their error is that of one rounding however many edits follow, and
-each such edit moves KV. The copy form does so from the first edit on; `scr(form=composed)` drifts.
+they are copied from the keys as born, so their error is that of one rounding however many edits follow. An
+edit behind which few distances are left moves no KV. The copy form does from the first edit on;
+`scr(form=composed)` drifts.
 """
 
 import ml_collections

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments.adapt_config import AdaptConfig, resolve
 from experiments.adaptation.edits import Shape
-from experiments.adaptation.forward import require_plain
+from experiments.adaptation.forward import require_attention
 from experiments.adaptation.judge import held_out_edits, judge
 from experiments.adaptation.lora import init_lora, load_tree, merged_model, save_tree
 from experiments.adaptation.training import Recipe, State, init_state, make_step
@@ -95,7 +95,7 @@ def _run(config: AdaptConfig, directory: RunDirectory, console: Console) -> None
     with console.status("Loading the corpus"):
         corpus = load_corpus(config.corpus)
     model = load_subject(config)
-    require_plain(model.config)
+    require_attention(model.config)
     tokens = encode(corpus, model)
     split = len(tokens) - int(config.held_share * len(tokens))
     seen, held = tokens[:split], tokens[split:]

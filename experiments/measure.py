@@ -148,7 +148,7 @@ class Bench:
             for number, turn in enumerate(case.turns, 1):
                 timed = not case.before or len(turn.continuation) > 0
                 result, seconds = self._timed_edit(engine, source, turn.new, policy, timed=timed)
-                entry = _turn_figures(result, seconds)
+                entry = {**_turn_figures(result, seconds), "timed": timed}
                 home = homes(home, result)
                 if len(turn.continuation):
                     logits.append(np.asarray(engine.score(result.sequence, turn.continuation)))
@@ -326,14 +326,14 @@ def _turn_figures(result: StepResult, seconds: float) -> Record:
 
 
 def _totals(turns: list[Record], last: StepResult) -> Record:
-    """Sums over turns; a case of one turn is its own sum."""
+    """Sums over turns, those of wall clock over turns that were timed; a case of one turn is its own sum."""
     counts = ("prompt", "matched", "relocated", "forwarded", "dropped")
     causes: dict[str, float] = {}
     parts: dict[str, float] = {}
     for turn in turns:
         for cause, flops in turn["flops_by_cause"].items():
             causes[cause] = causes.get(cause, 0.0) + flops
-        for part, value in turn["parts_ms"].items():
+        for part, value in turn["parts_ms"].items() if turn["timed"] else ():
             parts[part] = parts.get(part, 0.0) + value
     ledger = last.reuse.ledger.to_dict()
     return {
@@ -345,5 +345,5 @@ def _totals(turns: list[Record], last: StepResult) -> Record:
         },
         "flops": sum(t["flops"] for t in turns),
         "ledger": {**ledger, "flops_by_cause": causes, "flops": sum(causes.values())},
-        "timings_ms": {"first_token": sum(t["ms"] for t in turns), **parts},
+        "timings_ms": {"first_token": sum(t["ms"] for t in turns if t["timed"]), **parts},
     }

@@ -26,7 +26,7 @@ from jaxkv.model.config import ModelConfig
 from jaxkv.model.layers import embed
 from jaxkv.model.params import LayerParams, Params
 from jaxkv.model.rope import rope_angles, rotate
-from jaxkv.model.transformer import _finish_layer, _project_qkv
+from jaxkv.model.transformer import finish_layer, project_qkv
 from jaxkv.probing import Places, attention_mass
 from jaxkv.typing import Array, Bool, Float32, Int32
 
@@ -49,7 +49,7 @@ def true_masses(params: Params, tokens: Int32, marked: Bool, config: ModelConfig
                 raise ConfigError("layer_types has recurrent layers, expected a model that only attends")
             g, _ = config.group_of(number)
             group, (cos, sin) = config.groups[g], angles[g]
-            q, k, v = _project_qkv(x, layer, config)
+            q, k, v = project_qkv(x, layer, config)
             q = q * config.attention_scale
             q = rotate(q, cos[:, None, None], sin[:, None, None], magnitude=group.rope.magnitude)
             k = rotate(k, cos[:, None], sin[:, None], magnitude=group.rope.magnitude)
@@ -60,7 +60,7 @@ def true_masses(params: Params, tokens: Int32, marked: Bool, config: ModelConfig
             weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
             mass = jnp.sum(jnp.where(marked, weights, 0.0), axis=-1)
             masses.append(mass.reshape(tokens.shape[1], -1))
-            x = _finish_layer(x, dense_attention(q, k, v, group.window), layer, config)
+            x = finish_layer(x, dense_attention(q, k, v, group.window), layer, config)
         return jnp.stack(masses)
 
     return np.asarray(run(jnp.asarray(tokens)[None]))

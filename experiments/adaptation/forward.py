@@ -7,7 +7,7 @@ now stand, and what is computed attends them together with the rest. A test hold
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,23 +17,20 @@ import jax.numpy as jnp
 from experiments.adaptation.edits import EditBatch
 from jaxkv.errors import ConfigError
 from jaxkv.model.attention import MASKED, dense_attention
-from jaxkv.model.config import ModelConfig
+from jaxkv.model.config import LayerGroup, ModelConfig
 from jaxkv.model.layers import embed
 from jaxkv.model.params import LayerParams, Params
 from jaxkv.model.rope import rope_angles, rotate
-from jaxkv.model.transformer import _finish_layer, _logits, _project_qkv
+from jaxkv.model.transformer import finish_layer, gate_attention, logits_of, project_qkv
 from jaxkv.typing import Array
 
 KV = tuple[Array, Array]  # of one layer: keys not rotated, values, f32[B, S, K, H]
 
 
-def require_plain(config: ModelConfig) -> None:
-    """Raises ConfigError unless all layers keep one history: no windows, no recurrent layers."""
-    if len(config.groups) != 1:
-        raise ConfigError(
-            f"the model has {len(config.groups)} groups of layers, expected one: adaptation is built for "
-            "plain decoders"
-        )
+def require_attention(config: ModelConfig) -> None:
+    """Raises ConfigError where a layer is recurrent: its state holds no tokens that could be moved."""
+    if config.recurrent is not None:
+        raise ConfigError("layer_types has recurrent layers, expected a model that only attends")
 
 
 def answers(
@@ -53,24 +50,25 @@ def answers(
     x, kept = _dense(params, jnp.concatenate([batch.new, cached]), config, remat)
     exact = _take(x[:count], batch.answer_positions)
     mine = _reused(params, batch, [(k[count:], v[count:]) for k, v in kept], config, remat)
-    return _logits(exact, params, config), _logits(_take(mine, batch.answers), params, config)
+    return logits_of(exact, params, config), logits_of(_take(mine, batch.answers), params, config)
 
 
 def _dense(params: Params, tokens: Array, config: ModelConfig, remat: bool) -> tuple[Array, list[KV]]:
     """States f32[B, M, D] of texts from position 0 on, and every layer's keys (not rotated) and values."""
-    cos, sin = rope_angles(jnp.arange(tokens.shape[1], dtype=jnp.int32), config.rope, config.max_positions)
-    magnitude, scale = config.rope.magnitude, 1.0 / math.sqrt(config.head_dim)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
 
-    def block(x: Array, layer: LayerParams) -> tuple[Array, KV]:
-        q, k, v = _project_qkv(x, layer, config)
-        query = rotate(q * scale, cos[:, None, None], sin[:, None, None], magnitude=magnitude)
+    def block(x: Array, layer: LayerParams, group: LayerGroup) -> tuple[Array, KV]:
+        cos, sin = rope_angles(positions, group.rope, config.max_positions)
+        magnitude = group.rope.magnitude
+        q, k, v = project_qkv(x, layer, config)
+        q = rotate(q * config.attention_scale, cos[:, None, None], sin[:, None, None], magnitude=magnitude)
         key = rotate(k, cos[:, None], sin[:, None], magnitude=magnitude)
-        return _finish_layer(x, dense_attention(query, key, v), layer, config), (k, v)
+        attended = gate_attention(dense_attention(q, key, v, group.window), x, layer, config)
+        return finish_layer(x, attended, layer, config), (k, v)
 
-    step = _maybe_remat(block, remat)
-    x, kept = embed(tokens, params.embed), []
-    for layer in params.layers:
-        x, pair = step(x, layer)
+    x, kept = embed(tokens, params.embed, config.embed_scale), []
+    for number, layer in enumerate(params.layers):
+        x, pair = _maybe_remat(block, remat)(x, layer, config.groups[config.group_of(number)[0]])
         kept.append(pair)
     return x, kept
 
@@ -80,11 +78,7 @@ def _reused(params: Params, batch: EditBatch, kept: Sequence[KV], config: ModelC
     count, length = batch.new.shape
     rows = jnp.arange(count)[:, None]
     stands = jnp.arange(length, dtype=jnp.int32)
-    # A key that was computed at b and stands at b + delta is R(delta) R(b) k = R(b + delta) k.
-    cos, sin = rope_angles(stands, config.rope, config.max_positions)
-    query_cos, query_sin = rope_angles(batch.rows, config.rope, config.max_positions)
-    magnitude, scale = config.rope.magnitude, 1.0 / math.sqrt(config.head_dim)
-    seen = stands <= batch.rows[..., None]  # bool[B, C, M]
+    distance = batch.rows[..., None] - stands  # i32[B, C, M]
     source = jnp.maximum(batch.source, 0)
     tokens = jnp.take_along_axis(batch.new, jnp.minimum(batch.rows, length - 1), axis=1)
 
@@ -92,21 +86,22 @@ def _reused(params: Params, batch: EditBatch, kept: Sequence[KV], config: ModelC
         survived = jnp.take_along_axis(old, source[..., None, None], axis=1)
         return survived.at[rows, batch.rows].set(fresh, mode="drop")
 
-    def block(x: Array, layer: LayerParams, old: KV) -> Array:
-        q, k, v = _project_qkv(x, layer, config)
+    def block(x: Array, layer: LayerParams, old: KV, group: LayerGroup) -> Array:
+        # A key that was computed at b and stands at b + delta is R(delta) R(b) k = R(b + delta) k.
+        cos, sin = rope_angles(stands, group.rope, config.max_positions)
+        mine = [a[:, :, None, None] for a in rope_angles(batch.rows, group.rope, config.max_positions)]
+        q, k, v = project_qkv(x, layer, config)
         keys, values = placed(old[0], k), placed(old[1], v)
-        angles = query_cos[:, :, None, None], query_sin[:, :, None, None]
-        query = rotate(q * scale, *angles, magnitude=magnitude)
-        keys = rotate(keys, cos[:, None], sin[:, None], magnitude=magnitude)
-        scores = jnp.einsum("btkgh,bskh->bkgts", query, keys)
-        scores = jnp.where(seen[:, None, None], scores, MASKED)
+        q = rotate(q * config.attention_scale, *mine, magnitude=group.rope.magnitude)
+        keys = rotate(keys, cos[:, None], sin[:, None], magnitude=group.rope.magnitude)
+        seen = (distance >= 0) & (distance < (group.window or length))
+        scores = jnp.where(seen[:, None, None], jnp.einsum("btkgh,bskh->bkgts", q, keys), MASKED)
         attended = jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores, axis=-1), values)
-        return _finish_layer(x, attended, layer, config)
+        return finish_layer(x, gate_attention(attended, x, layer, config), layer, config)
 
-    step = _maybe_remat(block, remat)
-    x = embed(tokens, params.embed)
-    for layer, old in zip(params.layers, kept, strict=True):
-        x = step(x, layer, old)
+    x = embed(tokens, params.embed, config.embed_scale)
+    for number, (layer, old) in enumerate(zip(params.layers, kept, strict=True)):
+        x = _maybe_remat(block, remat)(x, layer, old, config.groups[config.group_of(number)[0]])
     return x
 
 
@@ -115,4 +110,12 @@ def _take(x: Array, at: Array) -> Array:
 
 
 def _maybe_remat(block: Callable[..., Any], remat: bool) -> Callable[..., Any]:
-    return jax.checkpoint(block) if remat else block
+    """`block` as it is, or computing its activations again in the backward pass; the group is static."""
+    if not remat:
+        return block
+
+    def again(*arrays_and_group: Any) -> Any:
+        *arrays, group = arrays_and_group
+        return jax.checkpoint(functools.partial(block, group=group))(*arrays)
+
+    return again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from pathlib import Path
@@ -71,8 +72,6 @@ def merge(params: Params, lora: Lora, scale: float) -> Params:
 
 def merged_model(model: Model, lora: Lora, scale: float) -> Model:
     """`model` with the deltas in its weights: another weights digest, so another cache contract."""
-    import dataclasses
-
     params = merge(model.params, lora, scale)
     return dataclasses.replace(
         model,

@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 
 from experiments.config import TINY_MODEL
@@ -15,7 +16,7 @@ from experiments.records import Record, RunDirectory
 from experiments.report.answer import figure, spread
 from experiments.report.columns import interval
 from experiments.report.page import signed
-from experiments.report.plots import COLOURS, INK, STYLE, blank_figure, few_ticks
+from experiments.report.plots import COLOURS, INK, STYLE, blank_figure, few_ticks, legend_below
 from experiments.report.tables import Table, write_tables
 from jaxkv.divergence import standard_error
 
@@ -176,7 +177,8 @@ def _held_out(pairs: list[tuple[Record, Record]]) -> Figure:
         xscale="log", yscale="log", xlabel="KL before, nats per token", ylabel="KL after, nats per token"
     )
     few_ticks(axes)
-    plot.legend(loc="outside lower center", ncols=2)
+    handles, labels = axes.get_legend_handles_labels()
+    legend_below(plot, dict(zip(labels, handles, strict=True)))
     return plot
 
 
@@ -188,5 +190,6 @@ def _training(steps: list[Record]) -> Figure:
     upper.set(yscale="log", ylabel="KL, nats")
     lower.plot(at, [r["nll"] for r in steps], color=_BEFORE, marker="o", ms=3)
     lower.set(xlabel="step", ylabel="plain NLL, nats")
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     few_ticks(upper)
     return plot

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 from rich.console import Console
 
 from experiments.compare import Comparison, Difference
@@ -16,7 +15,7 @@ from experiments.config import TINY_MODEL
 from experiments.records import RunDirectory
 from experiments.report.answer import figure
 from experiments.report.page import inline_svg, relative, render, setting_of, signed
-from experiments.report.plots import COLOURS, INK, MARKERS, STYLE, blank_figure, few_ticks
+from experiments.report.plots import COLOURS, INK, MARKERS, STYLE, blank_figure, few_ticks, legend_below
 from experiments.report.tables import Table, print_tables, save_plots, to_csv
 
 
@@ -116,13 +115,11 @@ def levels(comparison: Comparison) -> Figure:
         axes.axvline(noise, color=INK, ls=(0, (4, 3)), lw=0.9, alpha=0.7)
     axes.set_xscale("log")
     few_ticks(axes)
-    axes.xaxis.set_major_locator(LogLocator(numticks=6))
     axes.tick_params(axis="x", labelsize=7.5)
     _name_rows(axes, list(reversed(policies)))
     axes.set_xlabel("mean KL(exact‖policy), nats per token")
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    shown = [label for label in labels if label in handles]
-    plot.legend([handles[label] for label in shown], shown, loc="outside lower center", ncols=2)
+    legend_below(plot, {label: handles[label] for label in labels if label in handles})
     return plot
 
 

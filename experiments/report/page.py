@@ -33,7 +33,8 @@ CAPTIONS = {
     "point is an exact sequence.",
     "recovery": "Items that exact answers right and the model alone does not. 1 is the margin of exact, 0 "
     "that of scr without repair; a ratio of sums over items.",
-    "first_token": "Wall clock, compilation excluded. Exact reuses the common prefix.",
+    "first_token": "Wall clock, compilation excluded; of several edits, those that were measured. Exact "
+    "reuses the common prefix.",
 }
 
 

@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from experiments.report.labels import merge_points, place_labels
 from experiments.report.summary import BIN_LABELS, Summary
@@ -191,7 +191,7 @@ def steps(summary: Summary, style: Style) -> Figure | None:
     all_axes[-1].set_xticks(counts, [str(c) for c in counts])
     all_axes[-1].set_xlabel("consecutive edits")
     handles = {h.get_label(): h for axes in all_axes for h in axes.get_lines() if h.get_label()[0] != "_"}
-    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=2, handlelength=2.2)
+    legend_below(figure, handles, handlelength=2.2)
     return figure
 
 
@@ -249,7 +249,7 @@ def first_token(summary: Summary, style: Style) -> Figure | None:
     axes.set_yticks(range(len(rows)), [r.policy for r in reversed(rows)])
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, max(r.ttft_ms + np.nan_to_num(r.ttft_se) for r in rows) * 1.22)
-    axes.set_xlabel("ms from edit to first token ± standard error")
+    figure.supxlabel("ms from edit to first token ± standard error", fontsize=9)  # names may be long
     return figure
 
 
@@ -318,12 +318,34 @@ def _noise_line(axes: Any, noise: float) -> None:
 
 def _legend_below(figure: Any, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, handlelength=1.6)
+    legend_below(figure, dict(zip(labels, handles, strict=True)))
+
+
+def legend_below(figure: Any, handles: Mapping[str, Any], *, handlelength: float = 1.6) -> None:
+    """A legend under the plots, of as many columns as its longest label leaves room for."""
+    longest = max((len(label) for label in handles), default=1)
+    # Points at 8 pt: about 4.9 a letter, and a handle with its gaps.
+    columns = int(72 * WIDTH / (4.9 * longest + 8 * handlelength + 24))
+    figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        ncols=min(max(columns, 1), 3),
+        handlelength=handlelength,
+    )
 
 
 def few_ticks(axes: Any) -> None:
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_minor_locator(NullLocator())
+    """Few ticks on log axes, but some: between powers of ten where an axis holds hardly any of those."""
+    for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        if axis.get_scale() == "log" and 0 < low < high:
+            axis.set_minor_formatter(NullFormatter())
+            axis.set_minor_locator(NullLocator())
+            if high / low < 100:
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+            else:
+                axis.set_major_locator(LogLocator(numticks=7))
 
 
 def _floor(values: Sequence[float], noise: float) -> float:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxkv.cache.pages import write_slots
-from jaxkv.cache.states import Pages, kv_groups, read_states, write_states
+from jaxkv.cache.states import Pages, States, kv_groups, read_states, write_states
 from jaxkv.cache.table import StepInput
 from jaxkv.errors import ConfigError
 from jaxkv.model.attention import append_of, dense_attention, paged_attention, visibility
@@ -30,7 +30,7 @@ class StepOutput:
     attention: Array | None = None  # f32[L, B, T, N·H] of the layers that attend, only when captured
 
 
-def _project_qkv(x: Array, layer: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
+def project_qkv(x: Array, layer: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
     """Returns unrotated q [..., K, G, H] and k [..., K, H], and v [..., K, H]."""
     qkv = project(rms_norm(x, layer.attn_norm, config.norm_eps), layer.qkv)
     if layer.qkv_bias is not None:
@@ -42,7 +42,8 @@ def _project_qkv(x: Array, layer: LayerParams, config: ModelConfig) -> tuple[Arr
     return q, k, v
 
 
-def _finish_layer(x: Array, attended: Array, layer: LayerParams, config: ModelConfig) -> Array:
+def finish_layer(x: Array, attended: Array, layer: LayerParams, config: ModelConfig) -> Array:
+    """A layer behind its attention, whose output is [..., K, G, H]: projection and MLP, f32[..., D]."""
     heads = attended.reshape(*attended.shape[:-3], config.num_heads, config.head_dim)
     added = project(heads, layer.out, inputs=2)
     if layer.post_attn_norm is not None:
@@ -55,7 +56,7 @@ def _finish_layer(x: Array, attended: Array, layer: LayerParams, config: ModelCo
     return x + added
 
 
-def _gated(attended: Array, x: Array, layer: LayerParams, config: ModelConfig) -> Array:
+def gate_attention(attended: Array, x: Array, layer: LayerParams, config: ModelConfig) -> Array:
     """Attention's output [..., K, G, H] times a sigmoid of the layer's input, where there is a gate."""
     if layer.attn_gate is None:
         return attended
@@ -64,17 +65,19 @@ def _gated(attended: Array, x: Array, layer: LayerParams, config: ModelConfig) -
 
 
 def _recurrent_layer(
-    x: Array, layer: RecurrentParams, conv: Array, state: Array, lengths: Array, config: ModelConfig
-) -> tuple[Array, Array, Array]:
-    """A whole layer: what comes out, and conv and state behind the last valid token."""
+    x: Array, layer: RecurrentParams, states: States, lengths: Array, config: ModelConfig
+) -> tuple[Array, States]:
+    """A whole layer: what comes out, and what is kept behind the last valid token."""
+    conv, state, operator = states
     h = rms_norm(x, layer.attn_norm, config.norm_eps)
-    mixed, conv, state = gated_delta_net(h, layer, conv, state, lengths, config=config)
+    mixed, *states_out = gated_delta_net(h, layer, conv, state, lengths, config=config, operator=operator)
     x = x + mixed
     h = rms_norm(x, layer.mlp_norm, config.norm_eps)
-    return x + gated_mlp(h, layer.gate_up, layer.down, config.activation), conv, state
+    return x + gated_mlp(h, layer.gate_up, layer.down, config.activation), States(*states_out)
 
 
-def _logits(x: Array, params: Params, config: ModelConfig) -> Array:
+def logits_of(x: Array, params: Params, config: ModelConfig) -> Array:
+    """Logits f32[..., V] of the states f32[..., D] behind the last layer."""
     table = params.embed if params.unembed is None else params.unembed
     return unembed(rms_norm(x, params.final_norm, config.norm_eps), table)
 
@@ -131,15 +134,15 @@ def forward_step(
             with jax.named_scope(f"layer_{number}"):
                 index = next(recurrent)
                 assert step.states is not None
-                conv, state = read_states(pages_out[-1], index, step.states.read)
-                x, conv, state = _recurrent_layer(x, layer, conv, state, step.lengths, config)
-                pages_out[-1] = write_states(pages_out[-1], index, step.states.write, conv, state)
+                states = read_states(pages_out[-1], index, step.states.read, step.states.fresh)
+                x, states = _recurrent_layer(x, layer, states, step.lengths, config)
+                pages_out[-1] = write_states(pages_out[-1], index, step.states.write, states)
             continue
         g, index = config.group_of(number)
         group, inputs = config.groups[g], step.groups[g]
         magnitude = group.rope.magnitude
         with jax.named_scope(f"layer_{number}"):
-            q, k, v = _project_qkv(x, layer, config)
+            q, k, v = project_qkv(x, layer, config)
             k = rotate(k, *key_angles[g], magnitude=magnitude)
             pages_out[g] = write_slots(pages_out[g], index, inputs.slots, k, v, append)
             q = rotate(q[:, None] * config.attention_scale, *query_angles[g], magnitude=magnitude)
@@ -155,22 +158,22 @@ def forward_step(
             )
             if capture:
                 captured.append(attended.reshape(*positions.shape, -1))
-            attended = _gated(attended, x, layer, config)
-            x = _finish_layer(x, attended, layer, config)
+            attended = gate_attention(attended, x, layer, config)
+            x = finish_layer(x, attended, layer, config)
     if logits == "last":
         x = jnp.take_along_axis(x, jnp.maximum(step.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     return StepOutput(
         pages=tuple(pages_out),
-        logits=_logits(x, params, config),
+        logits=logits_of(x, params, config),
         attention=jnp.stack(captured) if capture else None,
     )
 
 
-def _start(batch: int, config: ModelConfig) -> tuple[Array, Array]:
-    """Conv and state before the first token."""
+def _start(batch: int, config: ModelConfig) -> States:
+    """What a layer keeps before the first token."""
     shape = config.recurrent
     assert shape is not None
-    return (
+    return States(
         jnp.zeros((batch, shape.channels, shape.conv_width - 1), jnp.float32),
         jnp.zeros((batch, shape.num_value_heads, shape.key_dim, shape.value_dim), jnp.float32),
     )
@@ -184,15 +187,14 @@ def forward_dense(params: Params, tokens: Array, *, config: ModelConfig) -> Arra
     lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
     for number, layer in enumerate(params.layers):
         if isinstance(layer, RecurrentParams):
-            conv, state = _start(len(x), config)
-            x, _, _ = _recurrent_layer(x, layer, conv, state, lengths, config)
+            x, _ = _recurrent_layer(x, layer, _start(len(x), config), lengths, config)
             continue
         g, _ = config.group_of(number)
         group, (cos, sin) = config.groups[g], angles[g]
-        q, k, v = _project_qkv(x, layer, config)
+        q, k, v = project_qkv(x, layer, config)
         q = q * config.attention_scale
         q = rotate(q, cos[:, None, None], sin[:, None, None], magnitude=group.rope.magnitude)
         k = rotate(k, cos[:, None], sin[:, None], magnitude=group.rope.magnitude)
-        attended = _gated(dense_attention(q, k, v, group.window), x, layer, config)
-        x = _finish_layer(x, attended, layer, config)
-    return _logits(x, params, config)
+        attended = gate_attention(dense_attention(q, k, v, group.window), x, layer, config)
+        x = finish_layer(x, attended, layer, config)
+    return logits_of(x, params, config)

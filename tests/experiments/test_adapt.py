@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from judge import ATOL, Judge
 from reference import Decoder
-from tiny import VOCAB
+from tiny import VOCAB, make_model, tiny_config
 
 import jaxkv
 from experiments import adapt
@@ -81,6 +81,26 @@ def test_recomputing_everything_is_exact(model: jaxkv.Model, text: Text, compile
     batch = make_batch(some_edits(text(400)), SCR(min_span=8, tail=200), ROOM)
     exact, reused = compiled(model.params, batch)
     np.testing.assert_allclose(reused, exact, atol=ATOL)
+
+
+def test_windows_and_family_quirks_are_those_of_the_engine(text: Text, make_engine: Any) -> None:
+    """A window shorter than what an edit keeps, norms of queries and keys, gated attention aside."""
+    config = tiny_config(layer_types=("local", "global"), window=24, qk_norm=True)
+    model = make_model(config)
+    policy = POLICIES[0]
+    edits = some_edits(text(400))
+    exact, reused = jax.jit(lambda p, b: answers(p, b, config=config))(
+        model.params, make_batch(edits, policy, ROOM)
+    )
+    engine = make_engine(model=model)
+    for i, edit in enumerate(edits):
+        source = engine.prefill(edit.old).sequence
+        result = engine.edit(source, edit.new, policy)
+        np.testing.assert_allclose(reused[i], engine.score(result.sequence, edit.continuation), atol=ATOL)
+        fresh = engine.prefill(edit.new, reuse=False).sequence
+        np.testing.assert_allclose(exact[i], engine.score(fresh, edit.continuation), atol=ATOL)
+        for sequence in (source, result.sequence, fresh):
+            engine.release(sequence)
 
 
 def test_gradients_pass_through_the_stale_state(model: jaxkv.Model, text: Text, compiled: Any) -> None:
