@@ -30,7 +30,7 @@ class TrainConfig(fields.Fields):
 
     kind: str = "hybrid"  # or "sliding", or "plain": global attention in every layer
     steps: int = 400
-    minutes: float = 5.0  # ends earlier than `steps` if it must, and then the machine decides how far it gets
+    minutes: float = 5.0  # without compilation; ends before `steps` if it must: then the machine decides
     batch: int = 4
     length: int = 256  # bytes of a row
     learning_rate: float = 4e-3  # peak, after `warmup`; falls along a cosine to a tenth

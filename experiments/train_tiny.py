@@ -42,7 +42,10 @@ HELD_OUT = 0.05  # share of the text, its end
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A line of the loss curve: nats a byte, of the step's batch and of held-out text (None: not now)."""
+    """A line of the loss curve: nats a byte, of the step's batch and of held-out text (None: not now).
+
+    `seconds` count from the first step, compilation excluded.
+    """
 
     step: int
     seconds: float
@@ -131,15 +134,19 @@ def train(settings: TrainConfig, corpus: Corpus, console: Console) -> tuple[Para
 
     evaluate = jax.jit(loss_of)
     state, points = optimizer.init(params), []
+    with console.status("Compiling the training step"):
+        first = next(batches(text, settings))
+        compiled = update.lower(params, state, first).compile()
+        judge = evaluate.lower(params, held_out).compile()
     start = time.perf_counter()
     with Progress(console=console) as progress:
         task = progress.add_task("Training", total=settings.steps)
         for step, rows in zip(range(1, settings.steps + 1), batches(text, settings), strict=False):
-            params, state, loss = update(params, state, rows)
+            params, state, loss = compiled(params, state, rows)
             value, seconds = float(loss), time.perf_counter() - start
             last = step == settings.steps or seconds >= 60 * settings.minutes
             judged = last or step % settings.evaluate == 0
-            points.append(Point(step, seconds, value, float(evaluate(params, held_out)) if judged else None))
+            points.append(Point(step, seconds, value, float(judge(params, held_out)) if judged else None))
             if not np.isfinite(value):
                 raise ConfigError(
                     f"config.learning_rate is {settings.learning_rate}, expected a smaller one: the loss is "

@@ -9,27 +9,55 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from jaxkv.cache.contract import PUBLIC
 from jaxkv.cache.domain import Domain
 from jaxkv.cache.sequence import Origin, Run, Sequence, merge_runs
+from jaxkv.cache.states import Pages
+from jaxkv.cache.table import bucket
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.memory import Memory
 from jaxkv.reuse.plan import ReusePlan
 from jaxkv.schedule import step_sizes
+from jaxkv.steps import compose
 from jaxkv.typing import Int32
 
 REPLAYED = "replayed"  # computed for the recurrent layers alone: its KV is kept
 
 
 @dataclasses.dataclass(frozen=True)
+class Jump:
+    """Tokens start..end-1 of a text that do not run: the state behind them is composed.
+
+    When they ran, somewhere else, it was from the state in `source`, and they left the one in `behind`.
+    """
+
+    start: int
+    end: int
+    source: int  # slot
+    chain: tuple[int, ...]  # slots with the operators in between, the last of them is `behind`
+
+    @property
+    def behind(self) -> int:
+        """Slot of the state behind the tokens, when they ran."""
+        return self.chain[-1]
+
+
+@dataclasses.dataclass(frozen=True)
 class Resume:
-    """Where recurrent layers start: behind `position` tokens, from a slot, with one reference to it."""
+    """Where recurrent layers start: behind `position` tokens, from a slot; and what they pass over."""
 
     position: int
     slot: int
+    jumps: tuple[Jump, ...] = ()
+
+    @property
+    def held(self) -> list[int]:
+        """Slots to which it has a reference each."""
+        return [self.slot, *(slot for jump in self.jumps for slot in (jump.source, *jump.chain))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +65,9 @@ class Carry:
     """What recurrent layers of one computation read first, and positions behind which they leave a state."""
 
     start: int  # slot
+    position: int  # tokens before it
     after: tuple[int, ...]  # ascending; the last is the end
+    jumps: tuple[Jump, ...] = ()  # ascending; none of their tokens is computed
 
 
 class StateRun:
@@ -48,35 +78,79 @@ class StateRun:
         self._memory = memory
         self._count = len(positions)
         self.left: list[tuple[int, int]] = []  # position and slot of each state
-        self._parts: list[tuple[int, int]] = []  # computed tokens and slot
-        self._now: tuple[int, int] | None = None
+        self._parts: list[tuple[int, int, Jump | None]] = []  # tokens computed until then, and a slot
+        self._now: tuple[int, int, bool] | None = None
         if carry is None or memory.states is None:
             return
         self._read = carry.start
-        end = carry.after[-1], memory.new_state()
-        for position in carry.after[:-1]:
-            try:
-                self.left.append((position, memory.new_state()))
-            except CapacityError:
-                break
-        self.left.append(end)
-        counts = np.searchsorted(positions, [position for position, _ in self.left])
-        self._parts = [(int(n), slot) for n, (_, slot) in zip(counts, self.left, strict=True)]
+        try:
+            end = self._take(carry.after[-1], required=True)
+            for position in carry.after[:-1]:
+                self._take(position, required=False)
+            before = 0
+            for jump in carry.jumps:
+                count = int(np.searchsorted(positions, jump.start))
+                if count > before:
+                    self._take(jump.start, required=True)
+                before = count
+            self._parts = [(int(np.searchsorted(positions, at)), slot, None) for at, slot in self.left]
+            for jump in carry.jumps:
+                slot = self._take(jump.end, required=True)
+                self._parts.append((int(np.searchsorted(positions, jump.start)), slot, jump))
+        except BaseException:
+            self.release()
+            raise
+        # Where both end at one token, it runs first, then the jump behind it.
+        self._parts.sort(key=lambda part: (part[0], part[2] is not None))
+        self.left = [state for state in self.left if state[1] != end] + [(carry.after[-1], end)]
+        self._note(carry)
+
+    def _take(self, position: int, *, required: bool) -> int:
+        try:
+            slot = self._memory.new_state()
+        except CapacityError:
+            if required:
+                raise
+            return -1
+        self.left.append((position, slot))
+        return slot
+
+    def _note(self, carry: Carry) -> None:
+        """Writes down where each state's operator begins."""
+        begin = carry.position
+        for position, slot in sorted(self.left):
+            assert self._memory.states is not None
+            self._memory.states.begins[slot] = begin
+            begin = position
 
     def step_sizes(self, chunk: int) -> Iterator[tuple[int, int]]:
         """Valid tokens and padded shape of each step; no step goes beyond a state that is left."""
         done = 0
-        for end, slot in self._parts or [(self._count, -1)]:
-            if slot >= 0:
-                self._now = self._read, slot
+        for end, slot, jump in self._parts or [(self._count, -1, None)]:
+            if jump is not None:
+                self._compose(jump, slot)
+            elif slot >= 0:
+                self._now = self._read, slot, True
             for size in step_sizes(end - done, chunk):
                 yield size
                 if slot >= 0:
-                    self._now = slot, slot
+                    self._now = slot, slot, False
             self._read, done = slot, end
 
-    def slots(self) -> tuple[int, int] | None:
-        """What the step at hand reads and writes."""
+    def _compose(self, jump: Jump, slot: int) -> None:
+        store = self._memory.states
+        assert store is not None
+        chain = np.full(bucket(len(jump.chain)), store.none, np.int32)
+        chain[: len(jump.chain)] = jump.chain
+        slots = [np.int32(each) for each in (self._read, jump.source, jump.behind, slot)]
+
+        def step(pages: Pages, *inputs: Any) -> tuple[Pages, None]:
+            return compose(pages, *inputs), None
+
+        self._memory.run(step, slots[0], slots[1], chain, slots[2], slots[3])
+
+    def slots(self) -> tuple[int, int, bool] | None:
+        """What the step at hand reads and writes, and whether operators begin there."""
         return self._now
 
     def release(self) -> None:
@@ -112,12 +186,13 @@ def carry_of(memory: Memory, resume: Resume | None, work: ReusePlan) -> Carry | 
     if resume is None:
         resume = Resume(0, store.none)
     end = len(work.tokens)
-    if work.states == "fork":  # tokens from all over the text: no state on the way is that of a prefix
-        return Carry(resume.slot, (end,))
+    if work.states in ("fork", "compose"):  # no state on the way is that of a prefix
+        return Carry(resume.slot, resume.position, (end,), resume.jumps)
     points = (work.prefix,) if resume.position < work.prefix < end else ()
     most = store.slots.num_slots // 4
     return Carry(
         resume.slot,
+        resume.position,
         breaks(resume.position, end, every=store.every, grid=memory.grid, most=most, points=points),
     )
 
@@ -125,15 +200,15 @@ def carry_of(memory: Memory, resume: Resume | None, work: ReusePlan) -> Carry | 
 def resume_edit(memory: Memory, sequence: Sequence, work: ReusePlan) -> Resume | None:
     """Where an edit of `sequence` resumes. Whoever gets it releases the slot.
 
-    An edit that keeps nothing stale, or replays, starts from the deepest state of the unchanged prefix: that
-    of the sequence itself, where the edit only appends, else the nearest snapshot before the edit. A fork
-    takes the state behind the old text over as it is.
+    An edit that keeps nothing stale, replays or composes starts from the deepest state of the unchanged
+    prefix: that of the sequence itself, where the edit only appends, else the nearest snapshot before the
+    edit. A fork takes the state behind the old text over as it is.
     """
     store = memory.states
     if store is None:
-        if work.states == "replay":
+        if work.states in ("replay", "compose"):
             raise ConfigError(
-                f"policy '{work.policy}' replays states, expected a model with recurrent layers, or SCR()"
+                f"policy '{work.policy}' is about states, expected a model with recurrent layers, or SCR()"
             )
         return None
     if work.states == "fork":
@@ -144,14 +219,52 @@ def resume_edit(memory: Memory, sequence: Sequence, work: ReusePlan) -> Resume |
     if sequence.state is not None and len(sequence) <= limit:
         store.slots.retain(sequence.state)
         return Resume(len(sequence), sequence.state)
-    contract = sequence.contract
+    roots = _roots(sequence)
+    jumps = _jumps(memory, sequence, work) if work.states == "compose" else ()
     found = memory.index.snapshot(
-        contract.digest(),
-        work.tokens,
-        limit=min(limit, sequence.exact_length),
-        public=contract.within(Domain(), scope=PUBLIC).digest(),
+        roots[0], work.tokens, limit=min(limit, sequence.exact_length), public=roots[1]
     )
-    return None if found is None else Resume(*found)
+    if found is None:
+        return Resume(0, store.none, jumps) if jumps else None
+    return Resume(*found, jumps)
+
+
+def _roots(sequence: Sequence) -> tuple[bytes, bytes]:
+    contract = sequence.contract
+    return contract.digest(), contract.within(Domain(), scope=PUBLIC).digest()
+
+
+def _jumps(memory: Memory, sequence: Sequence, work: ReusePlan) -> tuple[Jump, ...]:
+    """What of the kept spans lies between two snapshots of the old text, with operators in between."""
+    store = memory.states
+    assert store is not None
+    if not store.operators:
+        raise ConfigError(
+            f"policy '{work.policy}' composes states, expected an engine with keep_operators=True"
+        )
+    exact = sequence.tokens[: sequence.exact_length]
+    known = memory.index.all_snapshots(_roots(sequence), exact)
+    jumps = []
+    for span in work.spans:
+        inside = np.arange(span.new, span.new + span.length)
+        runs = np.split(inside, np.flatnonzero(np.isin(inside, work.forward)))
+        kept = max((run[~np.isin(run, work.forward)] for run in runs), key=len)
+        if not len(kept):
+            continue
+        low, high = int(kept[0]) - span.delta, int(kept[-1]) + 1 - span.delta
+        within = [position for position in sorted(known) if low <= position <= high]
+        chains: list[list[int]] = [[]]
+        for position in within:
+            if chains[-1] and store.begins[known[position]] != chains[-1][-1]:
+                chains.append([])
+            chains[-1].append(position)
+        chain = max(chains, key=len)
+        if len(chain) > 1:
+            slots = [known[position] for position in chain]
+            for slot in slots:
+                store.slots.retain(slot)
+            jumps.append(Jump(chain[0] + span.delta, chain[-1] + span.delta, slots[0], tuple(slots[1:])))
+    return tuple(jumps)
 
 
 def replayed(work: ReusePlan, resume: Resume | None) -> ReusePlan:
@@ -167,14 +280,18 @@ def replayed(work: ReusePlan, resume: Resume | None) -> ReusePlan:
     if work.states == "fork":
         return dataclasses.replace(work, provenance=_stale(work))
     start, end = 0 if resume is None else resume.position, len(work.tokens)
-    forward = np.arange(start, end, dtype=np.int32)
+    passed = [np.arange(jump.start, jump.end) for jump in (resume.jumps if resume else ())]
+    over = np.concatenate([np.zeros(0, np.int64), *passed])
+    forward = np.setdiff1d(np.arange(start, end, dtype=np.int32), over)
     kept = ~np.isin(forward, work.forward) if work.write else np.ones(len(forward), np.bool_)
     if not kept.any():
         return dataclasses.replace(work, forward=forward)
     known = np.concatenate([np.zeros(0, np.int32), *work.causes.values()])
     again = forward[~np.isin(forward, known)]
     causes = {**work.causes, REPLAYED: again} if len(again) else work.causes
-    return dataclasses.replace(work, forward=forward, kept=kept, causes=causes, matched=start, relocated=0)
+    return dataclasses.replace(
+        work, forward=forward, kept=kept, causes=causes, matched=start, relocated=len(over)
+    )
 
 
 def _stale(work: ReusePlan) -> tuple[Run, ...]:

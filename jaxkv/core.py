@@ -91,6 +91,7 @@ class EngineCore:
         adapter_digest: str = "",
         num_states: int | None = None,
         snapshot_every: int | None = None,
+        keep_operators: bool = False,
         poison_free_pages: bool = False,
         implementation: str = "auto",
         interpret: bool = False,
@@ -136,6 +137,7 @@ class EngineCore:
             chunk=chunk_size,
             grid=self._grid,
             dtype=model.dtype,
+            operators=keep_operators,
             tiers=bool(host_tier_bytes or disk_tier),
             quota=domain_quota_bytes,
         )
@@ -372,6 +374,7 @@ class EngineCore:
                 placements.append(self._memory.place(sequence.segments, positions, claimed))
             if self._memory.states is not None:
                 written.extend(self._memory.new_state() for _ in sequences)
+                self._memory.states.begins |= dict(zip(written, map(len, sequences), strict=True))
             decoded = decode_batch(
                 self._memory,
                 self._params,
@@ -411,7 +414,7 @@ class EngineCore:
             rotate=sequence.rotate,
             max_deltas=self.max_deltas,
             chunk_size=self.chunk_size,
-            carry=None if sequence.state is None else Carry(sequence.state, (len(sequence) + len(tokens),)),
+            carry=self._carry(sequence, len(tokens)),
             logits="all",
             capture=True,
         )
@@ -419,6 +422,12 @@ class EngineCore:
         self._memory.release_states(slot for _, slot in done.states)
         self._shapes |= done.shapes
         return done
+
+    def _carry(self, sequence: Sequence, added: int) -> Carry | None:
+        """Recurrent layers go on from a sequence's own state."""
+        if sequence.state is None:
+            return None
+        return Carry(sequence.state, len(sequence), (len(sequence) + added,))
 
     def _finish(
         self, source: Sequence, placement: Placement, decoded: Decoded, state: int | None

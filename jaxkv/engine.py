@@ -72,6 +72,8 @@ class Engine(CacheControl, Batching, Revising):
       num_states: of a model with recurrent layers, states that fit: one for each running sequence and each
         snapshot, two for a sequence that is computed; 64 when None.
       snapshot_every: tokens between snapshots of a long text, for such a model; 4 chunks when None.
+      keep_operators: keep beside each state what its tokens make of any other, about as many bytes again;
+        `SCR(states="compose")` needs it.
       adapter_digest: content digest (`jaxkv.params_digest`) of an adapter that is part of the weights.
       poison_free_pages: fill free pages with NaN, so that a stray read shows; for tests.
       implementation: of attention and page writes: "auto", "xla", "pallas_tpu", "pallas_gpu", "triton".
@@ -133,7 +135,7 @@ class Engine(CacheControl, Batching, Revising):
                 resume=resume,
             )
         finally:
-            self._memory.release_states([] if resume is None else [resume.slot])
+            self._memory.release_states([] if resume is None else resume.held)
 
     def generate(
         self,

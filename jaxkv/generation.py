@@ -134,7 +134,9 @@ def decode_batch(
             slots=tuple(group.slots for group in groups),
             tables=tuple(group.table for group in groups),
             sampling=sampling,
-            states=None if states is None else StateInput(read=states[min(number, 1)], write=states[1]),
+            states=None
+            if states is None
+            else StateInput(read=states[min(number, 1)], write=states[1], fresh=np.full(size, number == 0)),
         )
         out = memory.run(one, inputs)
         memory.wait(out.counts)

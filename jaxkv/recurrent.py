@@ -23,12 +23,16 @@ DEFAULT_STATES = 64
 class StateStore:
     """Slots of an engine's state pool, and the sequences that hold one."""
 
-    def __init__(self, config: ModelConfig, *, num_states: int, every: int, dtype: str) -> None:
-        """`every`: tokens between the snapshots that are taken of a long text."""
+    def __init__(
+        self, config: ModelConfig, *, num_states: int, every: int, dtype: str, operators: bool = False
+    ) -> None:
+        """`every`: tokens between the snapshots of a long text; `operators`: kept beside each state."""
+        self.operators = operators
+        self.begins: dict[int, int] = {}  # by slot: position behind which its operator begins
         self.config = config
         self.every = every
         self.dtype = dtype
-        self.nbytes = config.state_bytes(2 if dtype == "bfloat16" else 4)  # of one slot
+        self.nbytes = config.state_bytes(2 if dtype == "bfloat16" else 4, operators)  # of one slot
         self.slots = StateSlots(num_states)
         self.live: dict[int, int] = {}  # by sequence
         self.snapshots = Snapshots(self.slots, self.nbytes)
@@ -41,7 +45,13 @@ class StateStore:
 
     def make_pool(self, platform: str, *, poison: bool) -> StatePool:
         """The pool on the device."""
-        pool = make_states(self.config, num_slots=self.slots.num_slots, dtype=self.dtype, platform=platform)
+        pool = make_states(
+            self.config,
+            num_slots=self.slots.num_slots,
+            dtype=self.dtype,
+            operators=self.operators,
+            platform=platform,
+        )
         return poison_states(pool, np.arange(pool.num_slots, dtype=np.int32)) if poison else pool
 
     def restart(self, keep: Container[int]) -> None:
@@ -95,18 +105,21 @@ def make_store(
     chunk: int,
     grid: int,
     dtype: str,
+    operators: bool,
     tiers: bool,
     quota: int | None,
 ) -> StateStore | None:
     """The states of an engine, None without recurrent layers; refuses what such models do not have."""
     num, step = check_states(config, num_states, every, chunk=chunk, grid=grid)
     if config.recurrent is None:
+        if operators:
+            raise ConfigError("keep_operators is True, expected False for a model without recurrent layers")
         return None
     if tiers:
         refuse(config, "a host or disk tier", "host_tier_bytes 0 and no disk_tier")
     if quota is not None:
         refuse(config, "a quota", "domain_quota_bytes None")
-    return StateStore(config, num_states=num, every=step, dtype=dtype)
+    return StateStore(config, num_states=num, every=step, dtype=dtype, operators=bool(operators))
 
 
 def refuse(config: ModelConfig, what: str, instead: str) -> None:

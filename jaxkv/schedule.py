@@ -207,11 +207,11 @@ def step_input(
     table: PageTable,
     *,
     drop: int,
-    states: tuple[int, int] | None = None,
+    states: tuple[int, int, bool] | None = None,
 ) -> StepInput:
     """One row's step, padded to `shape` tokens, of one layer group; slot id `drop` drops a write.
 
-    `states`: the slots that recurrent layers read and write.
+    `states`: the slots that recurrent layers read and write, and whether operators begin between them.
     """
     count = len(positions)
     padded = np.zeros((3, 1, shape), np.int32)
@@ -228,9 +228,11 @@ def step_input(
     )
 
 
-def _state_input(slots: tuple[int, int]) -> StateInput:
-    read, write = (np.array([slot], np.int32) for slot in slots)
-    return StateInput(read=read, write=write)
+def _state_input(slots: tuple[int, int, bool]) -> StateInput:
+    read, write, fresh = slots
+    return StateInput(
+        read=np.array([read], np.int32), write=np.array([write], np.int32), fresh=np.array([fresh])
+    )
 
 
 def delta_of(pool: PagePool, segments: Int32, *, rotate: bool) -> Int32:

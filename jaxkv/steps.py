@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxkv.cache.pages import KVPages, copy_slots
-from jaxkv.cache.states import Pages, StatePool, kv_groups, spent
+from jaxkv.cache.states import Pages, StatePool, compose_states, kv_groups, spent
 from jaxkv.cache.table import GroupInput, PageTable, StateInput, StepInput
 from jaxkv.errors import HandleError, RelocationError
 from jaxkv.model.attention import append_of
@@ -131,6 +131,7 @@ def _next_states(states: StateInput, pool: StatePool, step: Array, active: Array
     return StateInput(
         read=jnp.where(step == 0, states.read, states.write),
         write=jnp.where(active, states.write, pool.num_slots),
+        fresh=None if states.fresh is None else states.fresh & (step == 0),
     )
 
 
@@ -204,6 +205,12 @@ def decode_many(
     _check_live(pages)
     out: DecodeOutput = _decode_many(params, pages, inputs, config=config, backend=backend)
     return out
+
+
+@functools.partial(jax.jit, donate_argnames=("pages",))
+def compose(pages: Pages, start: Array, source: Array, chain: Array, end: Array, target: Array) -> Pages:
+    """`compose_states` on the pages of an engine, which are donated."""
+    return (*pages[:-1], compose_states(pages[-1], start, source, chain, end, target))
 
 
 def _relocate_group(

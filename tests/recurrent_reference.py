@@ -121,12 +121,14 @@ def hybrid_run(
     cached: list[tuple[Array, Array, Array]] | None = None,
     states: list[tuple[Array, Array]] | None = None,
     written: Any = None,
+    inputs: list[Array] | None = None,
 ) -> tuple[Array, list[tuple[Array, Array, Array]], list[tuple[Array, Array]]]:
     """Runs tokens at ascending positions, in their order for recurrent layers, in float64.
 
     `cached`: for each layer that attends, where its tokens stand i[n], keys before rotation, and values.
     `states`: for each recurrent layer the last convolution inputs and the state. `written`: bool, tokens
-    whose keys and values are added; of the others others are cached. Returns logits [t, V] and both.
+    whose keys and values are added; of the others others are cached. `inputs`: a list, to which recurrent
+    layers add what they are given. Returns logits [t, V] and both.
     """
 
     def f64(x: Any) -> Array:
@@ -143,6 +145,8 @@ def hybrid_run(
             mixer = mixer_of(layer, c.recurrent, c.norm_eps)
             start = mixer.start() if states is None else states[len(after)]
             mixed, before, state = mixer.run(h, *start)
+            if inputs is not None:
+                inputs.append(h)
             after.append((before, state))
         else:
             group, nothing = c.num_heads // c.num_kv_heads, np.zeros((0, c.num_kv_heads, c.head_dim))
@@ -175,3 +179,10 @@ def hybrid_logits(params: Any, config: Any, tokens: Any) -> tuple[Array, list[tu
     """float64 logits [n, V] of a whole text, and for each recurrent layer what it keeps of it."""
     logits, _, states = hybrid_run(params, config, tokens, np.arange(len(tokens)))
     return logits, states
+
+
+def mixer_inputs(model: Any, tokens: Any, number: int) -> Array:
+    """Normed inputs [n, D] of a recurrent layer, counted among its like, for a whole text."""
+    inputs: list[Array] = []
+    hybrid_run(model.params, model.config, tokens, np.arange(len(tokens)), inputs=inputs)
+    return inputs[number]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recurrent_reference import hybrid_logits, hybrid_run
+from recurrent_reference import hybrid_logits, hybrid_run, mixer_inputs, mixer_of
 from test_hybrid_engine import Make, hybrid, make, snapshots
 from tolerances import tolerance
 
@@ -86,6 +86,56 @@ def test_a_deletion_answers_as_float64_does(
     np.testing.assert_allclose(scored[1:], expected[:-1], atol=tolerance("logits"), rtol=0)
 
 
+def test_composed_states_are_what_float64_composes(make: Make, hybrid: jaxkv.Model, text: Any) -> None:
+    """The kept span between two snapshots is passed over: its operator and its sum, from a float64 loop."""
+    engine, old = make(keep_operators=True), text(LENGTH)
+    assert engine.stats()["state_bytes"] == hybrid.config.state_bytes(4, operators=True)
+    new = np.delete(old, slice(CUT, CUT + GAP))
+    source = engine.prefill(old).sequence
+    result = engine.edit(source, new, scr("compose"))
+    low, high = 64 - GAP, 96 - GAP  # the snapshots of the old text at 64 and 96, where they stand now
+    reuse = result.reuse
+    assert (reuse.kind, reuse.matched, reuse.relocated) == ("approximate", 32, high - low)
+    assert reuse.forwarded == len(new) - 32 - (high - low)
+    model = hybrid.params, hybrid.config
+    _, cached, _ = hybrid_run(*model, old, np.arange(LENGTH))
+    ran = {n: hybrid_run(*model, old[:n], np.arange(n))[2] for n in (64, 96)}
+    _, _, start = hybrid_run(*model, new[:CUT], np.arange(CUT))
+    forward, before = tails(), np.arange(CUT, low)
+    spans = moved(cached, (PREFIX, KEPT), forward)
+    _, _, front = hybrid_run(*model, new[before], before, spans, start, np.zeros(len(before), bool))
+    behind = []
+    for layer, ((_, then), (conv, end), (_, now)) in enumerate(zip(ran[64], ran[96], front, strict=True)):
+        operator = transition(hybrid, old, layer)
+        behind.append((conv, end + np.einsum("hij,hjv->hiv", operator, now - then)))
+    at = np.arange(high, len(new))
+    logits, kv, after = hybrid_run(*model, new[at], at, spans, behind, np.isin(at, forward))
+    np.testing.assert_allclose(result.logits, logits[-1], atol=tolerance("logits"), rtol=0)
+    follow = text(5, seed=8)
+    scored = engine.score(result.sequence, follow)
+    expected = hybrid_run(*model, follow, len(new) + np.arange(5), kv, after)[0]
+    np.testing.assert_allclose(scored[1:], expected[:-1], atol=tolerance("logits"), rtol=0)
+    plain = make()
+    with pytest.raises(jaxkv.ConfigError, match="composes states, expected an engine with keep_operators"):
+        plain.edit(plain.prefill(old).sequence, new, scr("compose"))
+
+
+def transition(hybrid: jaxkv.Model, tokens: np.ndarray, number: int) -> np.ndarray:
+    """What tokens 64..95 make of a state, [Hv, Dk, Dk]: by how what they leave answers to a change of it."""
+    config, shape = hybrid.config, hybrid.config.recurrent
+    before, state = hybrid_run(hybrid.params, config, tokens[:64], np.arange(64))[2][number]
+    # A change of one layer's state changes what later layers see: each is looked at alone.
+    inputs = mixer_inputs(hybrid, tokens[:96], number)[64:]
+    mixer = mixer_of(hybrid.params.layers[config.recurrent_layers[number]], shape, config.norm_eps)
+    base = mixer.run(inputs, before, state)[2]
+    operator = np.zeros((shape.num_value_heads, shape.key_dim, shape.key_dim))
+    for j in range(shape.key_dim):
+        changed = state.copy()
+        changed[:, j, 0] += 1
+        operator[:, :, j] = (mixer.run(inputs, before, changed)[2] - base)[:, :, 0]
+    return operator
+
+
 def test_an_inserted_token_before_a_stale_state_is_not_exact(make: Make, text: Any) -> None:
     """Computed in front of every kept key, but from the state behind the old text: it stays private."""
     engine, old = make(), text(LENGTH)
@@ -144,7 +194,7 @@ def test_policies_that_states_cannot_follow_are_refused(make: Make, text: Any) -
     source = engine.prefill(old).sequence
     with pytest.raises(jaxkv.ConfigError, match="policy 'drop' drops tokens, which a recurrent state"):
         engine.edit(source, np.delete(old, slice(0, 10)), jaxkv.Drop())
-    with pytest.raises(jaxkv.ConfigError, match="states is 'forks', expected one of fork, replay"):
+    with pytest.raises(jaxkv.ConfigError, match="states is 'forks', expected one of fork, replay, compose"):
         SCR(states="forks")
     assert str(scr("replay")) == "scr(min_span=16,tail=6,states=replay)"
     assert jaxkv.policy_from_name(str(scr("replay"))) == scr("replay")

@@ -57,7 +57,7 @@ def content(engine: jaxkv.Engine, slot: int) -> list[tuple[np.ndarray, np.ndarra
     pool = engine._memory.pages[-1]
     layers = pool.state.shape[0] // pool.num_slots
     read = [read_states(pool, layer, jnp.array([slot], jnp.int32)) for layer in range(layers)]
-    return [(np.asarray(conv[0]), np.asarray(state[0])) for conv, state in read]
+    return [(np.asarray(conv[0]), np.asarray(state[0])) for conv, state, _ in read]
 
 
 def test_prefill_extend_score_and_generate_equal_float64(make: Make, hybrid: jaxkv.Model, text: Any) -> None:

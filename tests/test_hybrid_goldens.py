@@ -85,7 +85,7 @@ def test_odd_chunks_and_decode_equal_hugging_face(model: jaxkv.Model) -> None:
     close(result.logits, logits[-1])
     slot = jnp.array([result.sequence.state], jnp.int32)
     for index, layer in enumerate(model.config.recurrent_layers):
-        conv, state = read_states(engine._memory.pages[-1], index, slot)
+        conv, state, _ = read_states(engine._memory.pages[-1], index, slot)
         close(conv[0], arrays[f"conv.{layer}"])
         close(state[0], arrays[f"state.{layer}"])
     engine.check()

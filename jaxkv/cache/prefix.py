@@ -109,6 +109,16 @@ class PrefixIndex(Retention):
         found = self._snapshot([self._walk(each, tokens, text) for each in roots], limit)
         return None if found is None else (found.position, found.slot)
 
+    def all_snapshots(self, roots: tuple[bytes, ...], tokens: Int32) -> dict[int, int]:
+        """Slots by position of all snapshots along a text. References stay the index's."""
+        found: dict[int, int] = {}
+        for root in roots:
+            path, end = self._walk(root, tokens, tokens.tobytes())
+            for node in path:
+                states = (node.states or {}).items()
+                found |= {p: s.slot for p, s in states if p <= end.position and p not in found}
+        return found
+
     def keep_states(self, root: bytes, tokens: Int32, states: list[tuple[int, int]]) -> None:
         """Keeps states (position, slot) beside what is cached of a text; where there is one, it stays.
 

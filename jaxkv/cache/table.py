@@ -42,6 +42,7 @@ class StateInput:
 
     read: Array  # i32[B]
     write: Array  # i32[B]
+    fresh: Array | None = None  # bool[B], whether the operator begins behind the state that is read
 
 
 @struct.dataclass(kw_only=True)

@@ -104,10 +104,11 @@ class RecurrentConfig:
         small = self.channels * self.conv_width + 2 * self.num_value_heads + self.value_dim
         return embed_dim * (projected + values) + small
 
-    def state_bytes(self, conv_itemsize: int) -> int:
+    def state_bytes(self, conv_itemsize: int, operators: bool = False) -> int:
         """Bytes that one layer keeps of everything before a token: a float32 matrix a value head, and
-        the last inputs of the convolution."""
-        state = self.num_value_heads * self.key_dim * self.value_dim * 4
+        the last inputs of the convolution; with `operators`, another matrix."""
+        width = self.value_dim + (self.key_dim if operators else 0)
+        state = self.num_value_heads * self.key_dim * width * 4
         return state + self.channels * (self.conv_width - 1) * conv_itemsize
 
 
@@ -270,11 +271,11 @@ class ModelConfig:
         """Numbers of the layers that keep a state instead of keys and values."""
         return tuple(i for i, kind in enumerate(self.types) if kind == "recurrent")
 
-    def state_bytes(self, conv_itemsize: int) -> int:
+    def state_bytes(self, conv_itemsize: int, operators: bool = False) -> int:
         """Bytes of one snapshot: the state of all recurrent layers behind one token; 0 without any."""
         if self.recurrent is None:
             return 0
-        return len(self.recurrent_layers) * self.recurrent.state_bytes(conv_itemsize)
+        return len(self.recurrent_layers) * self.recurrent.state_bytes(conv_itemsize, operators)
 
     @property
     def relocation(self) -> tuple[str, ...]:

@@ -153,8 +153,15 @@ def split_heads(mixed: Array, shape: RecurrentConfig) -> tuple[Array, Array, Arr
 
 
 def gated_delta_net(
-    h: Array, layer: RecurrentParams, conv: Array, state: Array, lengths: Array, *, config: ModelConfig
-) -> tuple[Array, Array, Array]:
+    h: Array,
+    layer: RecurrentParams,
+    conv: Array,
+    state: Array,
+    lengths: Array,
+    *,
+    config: ModelConfig,
+    operator: Array | None = None,
+) -> tuple[Array, Array, Array, Array | None]:
     """The mixer of a recurrent layer, for T tokens behind a state.
 
     Args:
@@ -164,9 +171,11 @@ def gated_delta_net(
       state: f32[B, Hv, Dk, Dv].
       lengths: i32[B], valid tokens; what is behind them changes no bit of what is returned as state.
       config: architecture; static.
+      operator: f32[B, Hv, Dk, Dk], what tokens since some earlier one made of the state then: S there
+        became operator · S + what they wrote. None where nobody asks.
 
     Returns:
-      f32[B, T, D], and conv and state behind the last valid token.
+      f32[B, T, D], and conv, state and operator behind the last valid token.
     """
     shape = config.recurrent
     assert shape is not None
@@ -178,11 +187,17 @@ def gated_delta_net(
     mixed, conv = causal_conv(jnp.where(valid, mixed, 0.0), conv, layer.conv, lengths)
     q, k, v = split_heads(jax.nn.silu(mixed), shape)
     log_decay, beta = gates(h, layer, valid)
+    if operator is not None:  # columns of a state do not mix: these are written nothing, only transformed
+        v = jnp.pad(v, ((0, 0),) * 3 + ((0, shape.key_dim),))
+        state = jnp.concatenate([state, operator], axis=-1)
     if h.shape[1] == 1:
         q, k, v, log_decay, beta = (x[:, 0] for x in (q, k, v, log_decay, beta))
         out, state = delta_step(q, k, v, log_decay, beta, state)
         out = out[:, None]
     else:
         out, state = delta_chunks(q, k, v, log_decay, beta, state)
+    if operator is not None:
+        out, operator = out[..., : shape.value_dim], state[..., shape.value_dim :]
+        state = state[..., : shape.value_dim]
     out = gated_norm(out, project(h, layer.gate), layer.out_norm, config.norm_eps)
-    return project(out, layer.out, inputs=2), conv, state
+    return project(out, layer.out, inputs=2), conv, state, operator

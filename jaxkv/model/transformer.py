@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxkv.cache.pages import write_slots
-from jaxkv.cache.states import Pages, kv_groups, read_states, write_states
+from jaxkv.cache.states import Pages, States, kv_groups, read_states, write_states
 from jaxkv.cache.table import StepInput
 from jaxkv.errors import ConfigError
 from jaxkv.model.attention import append_of, dense_attention, paged_attention, visibility
@@ -65,14 +65,15 @@ def gate_attention(attended: Array, x: Array, layer: LayerParams, config: ModelC
 
 
 def _recurrent_layer(
-    x: Array, layer: RecurrentParams, conv: Array, state: Array, lengths: Array, config: ModelConfig
-) -> tuple[Array, Array, Array]:
-    """A whole layer: what comes out, and conv and state behind the last valid token."""
+    x: Array, layer: RecurrentParams, states: States, lengths: Array, config: ModelConfig
+) -> tuple[Array, States]:
+    """A whole layer: what comes out, and what is kept behind the last valid token."""
+    conv, state, operator = states
     h = rms_norm(x, layer.attn_norm, config.norm_eps)
-    mixed, conv, state = gated_delta_net(h, layer, conv, state, lengths, config=config)
+    mixed, *states_out = gated_delta_net(h, layer, conv, state, lengths, config=config, operator=operator)
     x = x + mixed
     h = rms_norm(x, layer.mlp_norm, config.norm_eps)
-    return x + gated_mlp(h, layer.gate_up, layer.down, config.activation), conv, state
+    return x + gated_mlp(h, layer.gate_up, layer.down, config.activation), States(*states_out)
 
 
 def logits_of(x: Array, params: Params, config: ModelConfig) -> Array:
@@ -133,9 +134,9 @@ def forward_step(
             with jax.named_scope(f"layer_{number}"):
                 index = next(recurrent)
                 assert step.states is not None
-                conv, state = read_states(pages_out[-1], index, step.states.read)
-                x, conv, state = _recurrent_layer(x, layer, conv, state, step.lengths, config)
-                pages_out[-1] = write_states(pages_out[-1], index, step.states.write, conv, state)
+                states = read_states(pages_out[-1], index, step.states.read, step.states.fresh)
+                x, states = _recurrent_layer(x, layer, states, step.lengths, config)
+                pages_out[-1] = write_states(pages_out[-1], index, step.states.write, states)
             continue
         g, index = config.group_of(number)
         group, inputs = config.groups[g], step.groups[g]
@@ -168,11 +169,11 @@ def forward_step(
     )
 
 
-def _start(batch: int, config: ModelConfig) -> tuple[Array, Array]:
-    """Conv and state before the first token."""
+def _start(batch: int, config: ModelConfig) -> States:
+    """What a layer keeps before the first token."""
     shape = config.recurrent
     assert shape is not None
-    return (
+    return States(
         jnp.zeros((batch, shape.channels, shape.conv_width - 1), jnp.float32),
         jnp.zeros((batch, shape.num_value_heads, shape.key_dim, shape.value_dim), jnp.float32),
     )
@@ -186,8 +187,7 @@ def forward_dense(params: Params, tokens: Array, *, config: ModelConfig) -> Arra
     lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
     for number, layer in enumerate(params.layers):
         if isinstance(layer, RecurrentParams):
-            conv, state = _start(len(x), config)
-            x, _, _ = _recurrent_layer(x, layer, conv, state, lengths, config)
+            x, _ = _recurrent_layer(x, layer, _start(len(x), config), lengths, config)
             continue
         g, _ = config.group_of(number)
         group, (cos, sin) = config.groups[g], angles[g]

@@ -108,7 +108,7 @@ def test_a_mixer_in_odd_parts_equals_the_loop() -> None:
         part = np.full((B, padded, config.embed_dim), np.nan, np.float32)
         part[:, :count] = h[:, start : start + count]
         lengths = jnp.full(B, count, jnp.int32)
-        done, conv, state = mix(jnp.asarray(part), layer, conv, state, lengths, config=config)
+        done, conv, state, _ = mix(jnp.asarray(part), layer, conv, state, lengths, config=config)
         out.append(np.asarray(done)[:, :count])
     for row in range(B):
         expected, before, last = reference.run(h[row].astype(np.float64), *reference.start())
@@ -131,7 +131,7 @@ def test_padding_changes_no_bit_of_a_state(length: int) -> None:
     for garbage in (0.0, np.nan, 1e30):
         part = h.copy()
         part[0], part[1, length // 2 :] = garbage, garbage
-        results.append(mix(jnp.asarray(part), layer, conv, state, lengths, config=config)[1:])
+        results.append(mix(jnp.asarray(part), layer, conv, state, lengths, config=config)[1:3])
     np.testing.assert_array_equal(results[0][0][0], conv[0])
     np.testing.assert_array_equal(results[0][1][0], state[0])
     for other in results[1:]:
@@ -143,6 +143,6 @@ def test_bfloat16_convolution_inputs_are_what_a_snapshot_stores() -> None:
     """Saved and read back they are the same numbers: no cold path has more precise ones."""
     config, layer, h, conv, state = mixer_case(1, jnp.bfloat16)
     lengths = jnp.ones(B, jnp.int32)
-    _, conv, _ = mix(jnp.asarray(h), layer, conv, state, lengths, config=config)
+    _, conv, _, _ = mix(jnp.asarray(h), layer, conv, state, lengths, config=config)
     assert conv.dtype == jnp.float32
     np.testing.assert_array_equal(conv, conv.astype(jnp.bfloat16).astype(jnp.float32))

@@ -15,8 +15,8 @@ from jaxkv.typing import Bool, Int32
 
 Form = Literal["view", "copy", "composed"]
 FORMS = ("view", "copy", "composed")
-States = Literal["fork", "replay"]
-STATES = ("fork", "replay")
+States = Literal["fork", "replay", "compose"]
+STATES = ("fork", "replay", "compose")
 MIN_SPAN = 64
 NO_TOKENS: Int32 = np.zeros(0, np.int32)
 NO_TOKENS.flags.writeable = False

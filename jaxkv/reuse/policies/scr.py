@@ -62,7 +62,8 @@ class SCR:
     old text, and what is computed goes on from there: as cheap as without such layers, and stale.
     `states="replay"` starts from the nearest snapshot before the edit and runs every token behind it, with
     attention over the relocated keys: it costs what the exact answer does, and shows what of the divergence
-    is the state's.
+    is the state's. `states="compose"` starts there too, but passes over what of a kept span lies between two
+    snapshots: what these tokens made of the old state, they are taken to make of the new one.
     """
 
     form: Form = "view"
