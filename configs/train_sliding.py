@@ -15,4 +15,4 @@ from experiments.train_config import defaults
 
 def get_config() -> ml_collections.ConfigDict:
     """Every key can be overridden, see `experiments/train_config.py`."""
-    return defaults(name="tiny-sliding", kind="sliding")
+    return defaults(name="train_sliding", kind="sliding")
