@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import ml_collections
 import pytest
 
 from experiments.config import QUICK, SMOKE, defaults, resolve
@@ -31,6 +32,18 @@ def test_every_config_resolves_documents_itself_and_offers_every_key(path: Path)
     if "smoke" in config:
         config.smoke = True
         assert experiment.resolve(config).model == SMOKE["model"]
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").rglob("*.py")), ids=str)
+def test_every_key_can_be_given_on_the_command_line(path: Path) -> None:
+    """`--config.key=` reads the ConfigDict's attribute: a method of that name would hide the key."""
+    spec = importlib.util.spec_from_file_location("config", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    hidden = [key for key in module.get_config() if hasattr(ml_collections.ConfigDict, key)]
+    assert not hidden, f"keys that a ConfigDict has a method for: {hidden}"
 
 
 def test_an_unknown_experiment_is_refused_with_the_nearest_name() -> None:
