@@ -72,6 +72,7 @@ class ExperimentConfig:
     dtype: str = "float32"
     corpus: str = "topics"  # "topics", "stdlib" or the path of a text file
     seed: int = 0
+    mesh: str = ""  # devices that the engine is spread over, as in "model:4"; one device when empty
     smoke: bool = False  # a tiny random model, seconds
     quick: bool = False  # fewer and shorter cases, minutes
     compare: tuple[str, ...] = ()  # run directories: nothing is measured, these are compared
@@ -161,7 +162,8 @@ class ExperimentConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values of all fields that say what is measured."""
         values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return {key: value for key, value in values.items() if key not in ("compare", "across")}
+        unsaid = ("compare", "across", *(() if self.mesh else ("mesh",)))
+        return {key: value for key, value in values.items() if key not in unsaid}
 
     @property
     def digest(self) -> str:

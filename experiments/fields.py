@@ -59,7 +59,7 @@ class Fields:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values of all fields."""
         values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return values
+        return {key: value for key, value in values.items() if key != "mesh" or value}
 
     @property
     def digest(self) -> str:

@@ -5,6 +5,10 @@ python -m experiments.launch --config=configs/quickstart.py --config.context=409
 
 Parses flags and runs the experiment that the config names, see `experiments.registry`. Exit codes:
 0 done, 1 failed, 2 bad flags, 130 interrupted (the same command resumes).
+
+Several processes share a run of the default experiment: each is given the same command and workdir, and
+
+    --coordinator=host:port --num_processes=2 --process_id=0    # and 1
 """
 
 from __future__ import annotations
@@ -21,6 +25,11 @@ from jaxkv.errors import ConfigError, JaxkvError
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="Experiment, a file of configs/.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Run directory; runs/<config name>-<digest> if not given.")
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "Of a run of several processes: host:port of process 0."
+)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes the run has.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.")
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 
 
@@ -28,15 +37,18 @@ def main(_: Sequence[str]) -> int:
     """Runs the experiment that the parsed flags name; returns the exit code."""
     logging.set_verbosity(logging.WARNING)  # JAX and matplotlib tell how they start
     from experiments import registry
+    from jaxkv import processes
     from jaxkv.io.compilation import enable_compilation_cache
 
     try:
+        place = processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         try:
             enable_compilation_cache()
         except OSError as error:  # slower, not wrong
             print(f"warning: compiled steps are not kept: {error}", file=sys.stderr)
         given = config_flags.get_override_values(flags.FLAGS["config"])
         experiment = registry.find(_CONFIG.value)
+        experiment.require_place(place)
         result = experiment.run(_CONFIG.value, _WORKDIR.value, given=tuple(given))
     except KeyboardInterrupt:
         return 130
@@ -46,6 +58,8 @@ def main(_: Sequence[str]) -> int:
     except OSError as error:  # a full disk, a directory that can't be written
         print(f"error: {error}", file=sys.stderr)
         return 1
+    finally:
+        processes.leave()
     return 0 if result.finished and not result.failed else 1
 
 

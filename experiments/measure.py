@@ -20,6 +20,7 @@ from experiments.figures import (
     task_figures,
 )
 from experiments.records import NOISE, Record
+from experiments.subject import mesh_of
 from jaxkv.cache.dtypes import kv_token_bytes
 from jaxkv.cache.sequence import Sequence
 from jaxkv.divergence import divergence
@@ -74,6 +75,7 @@ class Bench:
                     kv_dtype=case.kv_dtype or None,
                     prefix_cache=self._model.config.recurrent is not None,
                     keep_operators=any("states=compose" in name for name in self._config.policies),
+                    mesh=mesh_of(self._config.mesh, replicas=False),
                 )
             }
         return self._engines[case.kv_dtype]

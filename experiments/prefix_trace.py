@@ -16,13 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.fields import begin, refuse_other
 from experiments.records import Record, RunDirectory
 from experiments.report.trace import write_trace_report
-from experiments.subject import load_subject
+from experiments.subject import load_subject, make_engine
 from experiments.trace_config import EVICTIONS, TraceConfig, resolve
 from experiments.workloads.corpus import encode, load_corpus
 from experiments.workloads.prefix_trace import TraceRequest, make_trace, trace_digest
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError
 from jaxkv.io.models import Model
+from jaxkv.replicas import Replicas
 from jaxkv.serving.clock import WallClock
 
 ARMS = ("reuse", "no_reuse")
@@ -185,9 +186,10 @@ def _replay(
 
 def _engine(
     config: TraceConfig, model: Model, num_pages: int, reuse: bool, serving: Any, eviction: str = "lru"
-) -> Engine:
-    return Engine(
+) -> Engine | Replicas:
+    return make_engine(
         model,
+        config.mesh,
         num_pages=num_pages,
         page_size=config.page_size,
         chunk_size=config.chunk_size,

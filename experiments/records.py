@@ -1,7 +1,9 @@
 """The run directory: `config.json`, and `cases.jsonl`, one durable line a measurement.
 
 A line is appended, flushed and synced before the next measurement starts. A line that a killed
-process left torn is cut off, and its measurement done again.
+process left torn is cut off, and its measurement done again. Of several processes that share a run each
+appends to a file of its own, `cases-1.jsonl` and so on; together they are what `cases.jsonl` is when all
+are done and process 0 has merged them.
 """
 
 from __future__ import annotations
@@ -35,12 +37,18 @@ def _are_keys(value: Any) -> bool:
 
 
 class RunDirectory:
-    """An open run directory; a context manager that keeps other processes out."""
+    """An open run directory; a context manager that keeps other runs out.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+      path: the directory.
+      process, processes: which of the run's processes this one is, and how many there are.
+    """
+
+    def __init__(self, path: Path, process: int = 0, processes: int = 1) -> None:
         self.path = path
-        self.cases_path = path / "cases.jsonl"
+        self.cases_path = path / (f"cases-{process}.jsonl" if process else "cases.jsonl")
         self.config_path = path / "config.json"
+        self._process, self._processes = process, processes
         self._lock: Any = None
 
     def __enter__(self) -> RunDirectory:
@@ -50,17 +58,34 @@ class RunDirectory:
             raise ConfigError(f"workdir '{self.path}' is a file, expected a directory") from error
         except PermissionError as error:
             raise ConfigError(f"workdir '{self.path}' can't be made: no permission") from error
-        self._lock = (self.path / ".lock").open("w")
+        self._lock = self._take_lock(self._process)
+        try:
+            self._refuse_others()
+            self._cut_torn_line()
+        except BaseException:
+            self._lock.close()
+            raise
+        return self
+
+    def _refuse_others(self) -> None:
+        """Refuses a directory in which a process of an earlier run, of more processes, is still at work."""
+        for lock in () if self._process else self.path.glob(".lock-*"):
+            number = int(lock.name.partition("-")[2])
+            if number >= self._processes:
+                self._take_lock(number).close()
+                lock.unlink(missing_ok=True)
+
+    def _take_lock(self, process: int) -> Any:
+        lock = (self.path / (f".lock-{process}" if process else ".lock")).open("w")
         if fcntl is not None:
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                self._lock.close()
+                lock.close()
                 raise ConfigError(
                     f"workdir '{self.path}' is in use by another run, expected one at a time"
                 ) from error
-        self._cut_torn_line()
-        return self
+        return lock
 
     def __exit__(
         self,
@@ -75,7 +100,7 @@ class RunDirectory:
         try:
             text = self.config_path.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            if self.cases_path.exists():
+            if (self.path / "cases.jsonl").exists() or self._parts():
                 raise ConfigError(
                     f"workdir '{self.path}' holds cases.jsonl without config.json, expected both"
                 ) from None
@@ -124,16 +149,37 @@ class RunDirectory:
         """Measurements that need not be done again. Failed ones are not among them."""
         return {(r["case"], r["policy"]) for r in self.records() if r["status"] == "ok"}
 
+    def merge(self, order: list[Key]) -> None:
+        """Puts the lines of all processes into `cases.jsonl`, in the order in which one would write them."""
+        if not self._parts():
+            return
+        place = {key: number for number, key in enumerate(order)}
+        records = sorted(self.records(), key=lambda r: place.get((r["case"], r["policy"]), len(place)))
+        lines = [json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n" for record in records]
+        self.write("cases.jsonl", "".join(lines))
+        for part in self._parts():
+            part.unlink()
+
+    def _parts(self) -> list[Path]:
+        """Files of the other processes, of this run or of one that was broken off."""
+        return sorted(self.path.glob("cases-*.jsonl"))
+
     def _lines(self) -> Iterator[Record]:
-        with contextlib.suppress(FileNotFoundError), self.cases_path.open("rb") as file:
+        for path in [self.path / "cases.jsonl", *self._parts()]:
+            yield from self._lines_of(path)
+
+    def _lines_of(self, path: Path) -> Iterator[Record]:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             for number, line in enumerate(file, 1):
+                if path != self.cases_path and not line.endswith(b"\n"):
+                    return  # torn, or another process is about to end it
                 try:
                     record = json.loads(line)
                     known = all(isinstance(record[key], str) for key in ("case", "policy", "status"))
                 except (ValueError, TypeError, KeyError):
                     known = False
                 if not known:
-                    raise FormatError(f"'{self.cases_path}' line {number} is not a measurement")
+                    raise FormatError(f"'{path}' line {number} is not a measurement")
                 yield record
 
     def _cut_torn_line(self) -> None:

@@ -6,9 +6,12 @@ import dataclasses
 import importlib
 import runpy
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxkv.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from jaxkv.processes import Place
 
 DEFAULT = "reuse"  # a config that names no experiment
 KEY = "experiment"
@@ -20,6 +23,7 @@ class Experiment:
 
     runner: str  # has run(config, workdir, *, given)
     config: str  # has KNOWN_KEYS and resolve(config, given)
+    split: bool = False  # whether several processes can share a run
 
     @property
     def known_keys(self) -> tuple[str, ...]:
@@ -32,6 +36,13 @@ class Experiment:
         for key in keys:
             if key not in self.known_keys and key != KEY:
                 raise ConfigError(f"config key '{key}' is unknown{nearest(key, self.known_keys)}")
+
+    def require_place(self, place: Place) -> None:
+        """Raises ConfigError if it can't be shared by processes and is to be."""
+        if place.count > 1 and not self.split:
+            raise ConfigError(
+                f"num_processes is {place.count}, expected 1: this experiment runs in one process"
+            )
 
     def resolve(self, config: Mapping[str, Any], given: Collection[str] = ()) -> Any:
         """The typed form of a config."""
@@ -47,7 +58,7 @@ class Experiment:
 
 
 EXPERIMENTS = {
-    "reuse": Experiment("experiments.runner", "experiments.config"),
+    "reuse": Experiment("experiments.runner", "experiments.config", split=True),
     "prefix_trace": Experiment("experiments.prefix_trace", "experiments.trace_config"),
     "serving": Experiment("experiments.speed.run", "experiments.speed.config"),
     "kernels": Experiment("experiments.kernels.run", "experiments.kernels.config"),

@@ -29,8 +29,10 @@ from experiments.subject import load_subject
 from experiments.workloads import make_cases
 from experiments.workloads.case import Case
 from experiments.workloads.corpus import Corpus, encode, load_corpus
-from jaxkv.errors import ConfigError
+from jaxkv import processes
+from jaxkv.errors import ConfigError, ProcessError
 from jaxkv.io.models import Model
+from jaxkv.processes import Place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +71,10 @@ def run(
         return _compare(experiment, workdir)
     path = Path(workdir) if workdir else Path("runs") / f"{experiment.name}-{experiment.digest}"
     out, progress = Console(), Console(stderr=True)
-    with RunDirectory(path) as directory:
+    place = processes.here()
+    with RunDirectory(path, place.index, place.count) as directory:
         try:
-            _measure_all(experiment, directory, progress)
+            order = _measure_all(experiment, directory, progress, place)
         except KeyboardInterrupt:
             count = len(directory.finished())
             progress.print(
@@ -81,7 +84,11 @@ def run(
                 soft_wrap=True,
             )
             raise
-        write_report(directory, experiment, out)
+        _wait(directory, "they measured")
+        if not place.index:
+            directory.merge(order)
+            write_report(directory, experiment, out)
+        _wait(directory, "process 0 wrote the report")
         records = directory.records()
         finished = len(directory.finished())
         return RunResult(path=path, finished=finished, failed=len(records) - finished)
@@ -96,14 +103,29 @@ def _compare(config: ExperimentConfig, workdir: str | Path | None) -> RunResult:
     return RunResult(path=path, finished=len(comparison.rows), failed=0)
 
 
-def _measure_all(config: ExperimentConfig, directory: RunDirectory, console: Console) -> None:
+def _wait(directory: RunDirectory, what: str) -> None:
+    """Waits for the run's other processes, or says how to go on without one."""
+    try:
+        processes.wait_for_all(what)
+    except ProcessError as error:
+        count = len(directory.finished())
+        raise ProcessError(
+            f"{error}: {count} finished measurements are kept in {directory.path}; run the same command in "
+            "every process to resume"
+        ) from error
+
+
+def _measure_all(
+    config: ExperimentConfig, directory: RunDirectory, console: Console, place: Place
+) -> list[Key]:
+    """Measures this process's cases; returns the keys of all measurements, in order."""
     previous = directory.read_config()
     if previous is not None:
         refuse_changes(directory.path, _named(previous["config"]), _named(config.to_dict()))
         planned = {(case, policy) for case, policy in previous.get("measurements", [])}
         if planned and planned <= directory.finished():
             console.print(f"All measurements are finished in {directory.path}.", highlight=False)
-            return
+            return [(case, policy) for case, policy in previous["measurements"]]
     if config.smoke and config.model == TINY_MODEL:
         console.print(
             "Smoke run: a tiny model with random weights that reads bytes; no download. "
@@ -121,11 +143,13 @@ def _measure_all(config: ExperimentConfig, directory: RunDirectory, console: Con
     _require_positions(config, cases, model)
     planned_keys = [key for i, case in enumerate(cases) for key in _keys(config, i, case)]
     document = _document(config, corpus, len(tokens), model, planned_keys)
-    if previous is None:
-        directory.write_config(document)
-    else:
+    if previous is not None:
         refuse_changes(directory.path, _identity(previous), _identity(document))
-    _measure(config, directory, model, cases, corpus.digest[:16], console)
+    elif not place.index:
+        directory.write_config(document)
+    _wait(directory, "they loaded the model")
+    _measure(config, directory, model, cases, corpus.digest[:16], console, place)
+    return planned_keys
 
 
 def _require_positions(config: ExperimentConfig, cases: list[Case], model: Model) -> None:
@@ -144,13 +168,15 @@ def _measure(
     cases: list[Case],
     corpus: str,
     console: Console,
+    place: Place,
 ) -> None:
     """`corpus`: its digest, named in every line."""
     finished = directory.finished()
     todo = [
         (index, case, missing)
         for index, case in enumerate(cases)
-        if (missing := [p for _, p in _keys(config, index, case) if (case.id, p) not in finished])
+        if place.owns(index)
+        and (missing := [p for _, p in _keys(config, index, case) if (case.id, p) not in finished])
     ]
     total = sum(len(missing) + 1 for _, _, missing in todo)  # one more a case: its reference
     kept = len(finished)

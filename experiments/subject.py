@@ -1,4 +1,4 @@
-"""The model under test: a named one, or a tiny random one, of any family, that needs no network."""
+"""The model under test, a named one or a tiny random one of any family, and the engine that runs it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from experiments.config import TINY_MODEL
+from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError, nearest
 from jaxkv.io.models import Model, load
 from jaxkv.model.config import ModelConfig, RopeConfig
+from jaxkv.model.sharding import DATA
+from jaxkv.parallel import as_mesh, parse_mesh
+from jaxkv.replicas import Replicas
 
 # "tiny-random-<family>": what sets the family apart, in the proportions of its published models.
 TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -61,6 +65,37 @@ def load_subject(config: SubjectConfig) -> Model:
     if config.model == TINY_MODEL or config.model.startswith(f"{TINY_MODEL}-"):
         return tiny_model(config.seed, config.dtype, config.model.removeprefix(TINY_MODEL).removeprefix("-"))
     return load(config.model, dtype=config.dtype)
+
+
+def mesh_of(text: str, *, replicas: bool) -> Any:
+    """The mesh that `config.mesh` describes over this process's own devices, None for one device.
+
+    Raises:
+      ConfigError: a bad mesh, or one of several replicas where there is work for one.
+    """
+    import jax
+
+    if not text:
+        return None
+    try:
+        mesh = as_mesh(parse_mesh(text, jax.local_devices()))
+    except ConfigError as error:
+        raise ConfigError(f"config.{error}") from None
+    count = 1 if mesh is None else mesh.shape.get(DATA, 1)
+    if count > 1 and not replicas:
+        raise ConfigError(
+            f"config.mesh is '{text}', expected one replica: this experiment works on one case at a time; "
+            "several processes (--num_processes) share its cases"
+        )
+    return mesh
+
+
+def make_engine(model: Model, mesh: str, **options: Any) -> Engine | Replicas:
+    """An engine, or on a mesh with several replicas all of them."""
+    found = mesh_of(mesh, replicas=True)
+    if found is not None and found.shape.get(DATA, 1) > 1:
+        return Replicas(model, mesh=found, **options)
+    return Engine(model, mesh=found, **options)
 
 
 def tiny_model(seed: int = 0, dtype: str = "float32", family: str = "") -> Model:

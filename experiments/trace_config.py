@@ -55,7 +55,8 @@ class TraceConfig(fields.Fields):
     rate: float = 1.0  # arrivals a second, Poisson
 
     orders: tuple[str, ...] = ("poisson",)  # in which the same requests arrive
-    num_pages: tuple[int, ...] = (512,)
+    num_pages: tuple[int, ...] = (512,)  # of each replica
+    mesh: str = ""  # as in "data:2,model:4", two replicas over four devices each; one device when empty
     evictions: tuple[str, ...] = ("lru",)
     schedules: tuple[str, ...] = ("prefix",)  # ServingConfig.order
     admission: str = "preempt"

@@ -32,6 +32,7 @@ from jaxkv.errors import (
     FormatError,
     HandleError,
     JaxkvError,
+    ProcessError,
     RelocationError,
     TokenError,
 )
@@ -41,7 +42,9 @@ from jaxkv.io.models import Model, load
 from jaxkv.model.config import ModelConfig, RecurrentConfig, RopeConfig
 from jaxkv.model.params import Params, init_params, params_digest
 from jaxkv.model.transformer import forward_dense
+from jaxkv.parallel import parse_mesh
 from jaxkv.persistence import CacheLoaded, CacheSaved
+from jaxkv.replicas import Replicas
 from jaxkv.results import Generation, KVState, Reuse, StepResult
 from jaxkv.reuse.diff import Span, diff
 from jaxkv.reuse.estimate import Calibration, Estimate, Signals
@@ -130,10 +133,12 @@ __all__ = [
     "Policy",
     "PrefixIndex",
     "Priority",
+    "ProcessError",
     "RecurrentConfig",
     "RelocationError",
     "Removed",
     "Repair",
+    "Replicas",
     "Request",
     "RequestMetrics",
     "RequestResult",
@@ -171,6 +176,7 @@ __all__ = [
     "make_pages",
     "make_states",
     "params_digest",
+    "parse_mesh",
     "plan",
     "policy_from_name",
     "prefill",

@@ -48,6 +48,16 @@ class CacheControl(EngineCore):
         return result.reuse
 
     @interruptible
+    def cached(self, tokens: Any, domain: str | Domain = "default") -> int:
+        """Leading tokens of a prompt that `prefill` would find in the pool now; changes nothing."""
+        tokens = check_tokens(tokens, self.config)
+        self._memory.begin()
+        if not self._prefix_cache:
+            return 0
+        limit = len(tokens) if self._grid == 1 else len(tokens) - 1
+        return self._memory.peek(self._contract.within(as_domain(domain)), tokens, limit=limit)[0]
+
+    @interruptible
     def withdraw_prefixes(self) -> None:
         """Takes back all declared prefixes. Sequences that use their pages keep them."""
         self._memory.begin()

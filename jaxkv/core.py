@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxkv.cache.contract import CacheContract, describe
 from jaxkv.cache.domain import Domain, as_domain
@@ -33,10 +34,11 @@ from jaxkv.checks import (
 )
 from jaxkv.errors import ConfigError, HandleError
 from jaxkv.execute import Computed, Materialized, compute, extended, materialize, must_materialize
-from jaxkv.generation import Decoded, Sampling, decode_batch
+from jaxkv.generation import LOOP_STEPS, Decoded, Sampling, decode_batch
 from jaxkv.io.models import Model
 from jaxkv.memory import Memory
 from jaxkv.model.backend import Backend
+from jaxkv.parallel import one_replica, place_model
 from jaxkv.recurrent import make_store, refuse
 from jaxkv.results import Generation, StepResult, report
 from jaxkv.reuse.plan import ReusePlan, plan_extension, plan_prompt
@@ -45,7 +47,7 @@ from jaxkv.serving.loop import Loop
 from jaxkv.serving.request import ServingConfig
 from jaxkv.tiering import make_tiers
 from jaxkv.typing import Int32
-from jaxkv.windows import bytes_for_pages, refuse_bound
+from jaxkv.windows import bytes_for_pages, check_local_pages, refuse_bound
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,10 +98,12 @@ class EngineCore:
         implementation: str = "auto",
         interpret: bool = False,
         serving: ServingConfig | None = None,
+        mesh: Mesh | str | None = None,
     ) -> None:
         if not isinstance(model, Model):
             raise ConfigError(f"model is a {type(model).__name__}, expected what jaxkv.load returns")
         kv_dtype = check_dtype(kv_dtype or model.dtype)
+        check_local_pages(model.config, local_pages, page_size, max(chunk_size, LOOP_STEPS))
         whole = local_pages is None
         self._token_bytes = max(kv_token_bytes(model.config, kv_dtype, windowed=whole), 1)
         num_pages = check_geometry(
@@ -111,7 +115,8 @@ class EngineCore:
             reuse_granularity=reuse_granularity,
             max_deltas=max_deltas,
         )
-        self.model = model
+        mesh = one_replica(mesh)
+        self.model = model = place_model(model, mesh)
         self.config = model.config
         self.chunk_size = chunk_size
         self.max_deltas = max_deltas
@@ -148,7 +153,7 @@ class EngineCore:
             kv_dtype=self._contract.kv_dtype,
             grid=self._grid,
             poison=poison_free_pages,
-            backend=Backend(implementation, interpret),
+            backend=Backend(implementation, interpret, mesh),
             eviction=check_policy(eviction),
             clock=clock,
             quota=self._quota_pages(domain_quota_bytes, page_size),
@@ -255,6 +260,10 @@ class EngineCore:
         if not isinstance(sequence, Sequence) or sequence.id not in self._memory.live:
             self._require_live(sequence)
         self._memory.let_go(sequence.id)
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether a sequence is this engine's, and live."""
+        return isinstance(sequence, Sequence) and sequence.id in self._memory.live
 
     def _quota_pages(self, quota_bytes: int | None, page_size: int) -> int | None:
         if quota_bytes is None:

@@ -32,6 +32,7 @@ from jaxkv.core import interruptible
 from jaxkv.errors import ConfigError
 from jaxkv.generation import Sampling
 from jaxkv.model.params import Params
+from jaxkv.parallel import place_params
 from jaxkv.probing import Prober
 from jaxkv.readback import read_kv
 from jaxkv.results import Generation, KVState, StepResult
@@ -78,6 +79,8 @@ class Engine(CacheControl, Batching, Revising):
       poison_free_pages: fill free pages with NaN, so that a stray read shows; for tests.
       implementation: of attention and page writes: "auto", "xla", "pallas_tpu", "pallas_gpu", "triton".
       interpret: run forced kernels in the interpreter, on any machine; for tests.
+      mesh: devices that this engine is split over: a `jax.sharding.Mesh`, or a text as in "model:4"; see
+        `jaxkv.parallel`. Pool sizes count the whole pool, whatever part of it a device holds.
       serving: limits and clock of `submit`, `step` and `run`.
 
     Raises:
@@ -231,6 +234,7 @@ class Engine(CacheControl, Batching, Revising):
         contract = dataclasses.replace(
             self._contract, weights_digest=weights_digest, adapter_digest=adapter_digest
         )
+        params = place_params(params, self.config, self._memory.backend.mesh)
         self._params, self._contract = params, contract
 
     @property

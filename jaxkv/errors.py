@@ -39,6 +39,10 @@ class FetchError(JaxkvError):
     """A model could not be fetched."""
 
 
+class ProcessError(JaxkvError):
+    """Another process of a distributed run ended, or is not there."""
+
+
 def nearest(name: str, known: list[str] | tuple[str, ...]) -> str:
     """Returns ", did you mean 'x'?" for the closest known name, or "" when nothing is close."""
     import difflib

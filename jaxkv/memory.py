@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import time
 import weakref
@@ -34,6 +35,7 @@ from jaxkv.cache.tree import Pin
 from jaxkv.errors import CapacityError, HandleError
 from jaxkv.model.backend import AUTO, Backend
 from jaxkv.model.config import LayerGroup, ModelConfig
+from jaxkv.parallel import make_placed
 from jaxkv.recurrent import StateStore
 from jaxkv.reuse.ledger import attention_flops, token_flops
 from jaxkv.schedule import Placement, place
@@ -138,13 +140,17 @@ class Memory:
     def _make_pages(self) -> Pages:
         try:
             pages = tuple(
-                make_pages(
-                    self.config,
-                    group,
-                    num_pages=self._group_pages(group),
-                    page_size=self.pool.page_size,
-                    dtype=self.kv_dtype,
-                    platform=self.backend.storage_platform,
+                make_placed(
+                    functools.partial(
+                        make_pages,
+                        self.config,
+                        group,
+                        num_pages=self._group_pages(group),
+                        page_size=self.pool.page_size,
+                        dtype=self.kv_dtype,
+                        platform=self.backend.storage_platform,
+                    ),
+                    self.backend.mesh,
                 )
                 for group in self.config.groups
             )
@@ -158,7 +164,8 @@ class Memory:
             pages = tuple(poison_pages(group, np.arange(group.num_pages, dtype=np.int32)) for group in pages)
         if self.states is None:
             return pages
-        return (*pages, self.states.make_pool(self.backend.storage_platform, poison=self.poison))
+        make = functools.partial(self.states.make_pool, self.backend.storage_platform, poison=self.poison)
+        return (*pages, make_placed(make, self.backend.mesh))
 
     def _group_pages(self, group: LayerGroup) -> int:
         held = self.residency

@@ -6,6 +6,7 @@ stored by token, so that page size, pool size and what else is cached need not b
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 from collections import Counter
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv.cache.contract import CacheContract
@@ -21,6 +23,7 @@ from jaxkv.cache.radix import TOKEN_BYTES, Node, cut, text_to
 from jaxkv.cache.retention import Gone
 from jaxkv.errors import CapacityError, FormatError
 from jaxkv.io import cache_files
+from jaxkv.io.spread import is_shared, meet
 from jaxkv.memory import Memory
 from jaxkv.tiering import entry_of, restore
 from jaxkv.transfer import shapes
@@ -71,13 +74,15 @@ def save(memory: Memory, base: CacheContract, path: str | Path) -> CacheSaved:
     blocks = tokens = 0
     token_bytes = memory.page_bytes // memory.pool.page_size
     piece = max(BLOCK_BYTES // token_bytes // memory.grid, 1) * memory.grid
-    with cache_files.new_generation(path) as generation:
+    together = is_shared(memory.backend.mesh)
+    with _writing(path, together) as generation:
         pending: list[Entry] = []
 
         def flush() -> None:
             nonlocal blocks
             if pending:
-                cache_files.write_block(generation, blocks, _block(pending))
+                if generation is not None:
+                    cache_files.write_block(generation, blocks, _block(pending))
                 blocks += 1
                 pending.clear()
 
@@ -101,8 +106,17 @@ def save(memory: Memory, base: CacheContract, path: str | Path) -> CacheSaved:
             numbers[id(node)] = parent
         flush()
         body = {"base": base.serialize().hex(), "contracts": list(contracts), "rows": rows, "blocks": blocks}
-        cache_files.write_head(generation, body)
+        if generation is not None:
+            cache_files.write_head(generation, body)
+    meet(together, "process 0 saved the cache")
     return CacheSaved(path=path, entries=len(rows), tokens=tokens)
+
+
+def _writing(path: Path, together: bool) -> contextlib.AbstractContextManager[Path | None]:
+    """Where to write. On a mesh of several processes all gather a block and the first one writes it."""
+    if together and jax.process_index():
+        return contextlib.nullcontext()
+    return cache_files.new_generation(path)
 
 
 def _by_worth(memory: Memory, base: CacheContract) -> Iterator[Node]:

@@ -26,6 +26,7 @@ from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.layers import rms_norm
 from jaxkv.model.params import LayerParams, Params
 from jaxkv.model.rope import rope_angles, rotate
+from jaxkv.parallel import to_host
 from jaxkv.recurrent import refuse
 from jaxkv.reuse.ledger import attended_flops, token_flops
 from jaxkv.reuse.policies import Edit, Policy
@@ -200,7 +201,7 @@ def squared_changes(
     padded[:, :count] = fresh.slots, cached.slots, fresh.births - cached.births
     group, index = _whole(memory, layer)
     found = _changes(memory.pages[group], jnp.int32(index), *padded, config=memory.config, group=group)
-    a, b, c, d = (np.asarray(x)[:count] for x in found)
+    a, b, c, d = (to_host(x)[:count] for x in found)
     return a, b, c, d
 
 
@@ -252,7 +253,7 @@ def attention_mass(
         mass = _mass(
             memory.pages[group], jnp.int32(index), recover, rows, keys, marked, config=config, group=group
         )
-        mass = np.asarray(mass)[:count]
+        mass = to_host(mass)[:count]
         result[part] = mass.max(axis=1) if heads == "max" else mass.mean(axis=1)
     width = (1 if config.qk_norm else 2) * config.num_kv_heads * config.head_dim
     size_q, dim = config.num_heads * config.head_dim, config.embed_dim

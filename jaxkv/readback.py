@@ -11,6 +11,7 @@ from jaxkv.cache.sequence import FIRST, HI, LO, PAGE, Sequence, slots_of
 from jaxkv.cache.states import kv_groups
 from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.rope import inverse_frequencies
+from jaxkv.parallel import to_host
 from jaxkv.results import KVState
 from jaxkv.steps import Pages
 from jaxkv.typing import Float32, Float64, Int32
@@ -41,7 +42,7 @@ def read_kv(
             missing = (own == held.num_slots) | (offset < residency.since[page])
             own = np.where(missing, 0, own)
         for index, layer in enumerate(group.layers):
-            rows = np.asarray(read_slots(held, index, own)).astype(np.float64)
+            rows = to_host(read_slots(held, index, own)).astype(np.float64)
             rows[missing] = np.nan
             keys = _unrotated(rows[..., : config.head_dim], born, group.rope)
             found[layer] = keys.astype(np.float32), rows[..., config.head_dim :].astype(np.float32)

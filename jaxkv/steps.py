@@ -24,6 +24,7 @@ from jaxkv.model.config import ModelConfig, RopeConfig
 from jaxkv.model.params import Params
 from jaxkv.model.rope import rope_angles, rotate
 from jaxkv.model.sampling import SamplingInput, sample
+from jaxkv.model.sharding import keep_pages, make_whole, settle, tracing_on
 from jaxkv.model.transformer import StepOutput, forward_step
 from jaxkv.typing import Array
 
@@ -83,7 +84,11 @@ def _step(
     capture: bool,
     backend: Backend = AUTO,
 ) -> StepOutput:
-    return forward_step(params, pages, step, config=config, logits=logits, capture=capture, backend=backend)
+    with tracing_on(backend.mesh):
+        out = forward_step(
+            params, pages, step, config=config, logits=logits, capture=capture, backend=backend
+        )
+    return settle(out, backend.mesh)
 
 
 def run_step(
@@ -167,11 +172,14 @@ def _decode_many(
             groups=groups,
             states=None if inputs.states is None else _next_states(inputs.states, pages[-1], i, active),
         )
-        out = forward_step(params, pages, step, config=config, backend=backend)
+        with tracing_on(backend.mesh):
+            out = forward_step(params, pages, step, config=config, backend=backend)
         tokens = tokens.at[:, i].set(jnp.where(active, token, -1))
-        logits = jnp.where(active[:, None], out.logits, logits)
+        # Whole on every device: drawing a token sorts them.
+        logits = jnp.where(active[:, None], make_whole(out.logits, backend.mesh), logits)
         counts = counts + active.astype(jnp.int32)
-        return i + 1, out.pages, logits, tokens, counts, stopped | stops
+        kept = keep_pages(out.pages, backend.mesh)
+        return i + 1, kept, logits, tokens, counts, stopped | stops
 
     start = (
         jnp.int32(0),
@@ -182,7 +190,8 @@ def _decode_many(
         jnp.zeros((batch,), bool),
     )
     _, pages, logits, tokens, counts, stopped = jax.lax.while_loop(unfinished, body, start)
-    return DecodeOutput(pages=pages, tokens=tokens, counts=counts, stopped=stopped, logits=logits)
+    out = DecodeOutput(pages=pages, tokens=tokens, counts=counts, stopped=stopped, logits=logits)
+    return settle(out, backend.mesh)
 
 
 def decode_many(
@@ -242,7 +251,7 @@ def _relocate(
         _relocate_group(held, moved, group.rope, config, backend)
         for group, held, moved in zip(config.groups, kv, moves, strict=True)
     )
-    return (*relocated, *pages[len(kv) :])
+    return keep_pages((*relocated, *pages[len(kv) :]), backend.mesh)
 
 
 def relocate(

@@ -15,6 +15,7 @@ import numpy as np
 from jaxkv.cache.entry import Block
 from jaxkv.cache.pages import KVPages
 from jaxkv.cache.table import bucket
+from jaxkv.parallel import to_host
 from jaxkv.steps import Pages
 from jaxkv.typing import Array, Int32
 
@@ -63,7 +64,7 @@ def read(pages: Pages, slots: Int32) -> tuple[Block, ...]:
         padded = np.zeros(bucket(len(part), 64), np.int32)
         padded[: len(part)] = part
         for found, block in zip(parts, _gather(pages, padded), strict=True):
-            values = np.asarray(block)[:, : len(part)]
+            values = to_host(block)[:, : len(part)]
             found.append(values.view(_BITS.get(values.dtype.name, values.dtype)))
     return tuple(np.concatenate(found, axis=1) for found in parts)
 

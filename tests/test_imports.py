@@ -19,6 +19,8 @@ FLOORS = (
     ("steps",),
     (
         "checks",
+        "parallel",
+        "processes",
         "memory",
         "recurrent",
         "carry",
@@ -41,6 +43,7 @@ FLOORS = (
     ("serving",),
     ("core", "caching", "batching", "revising"),
     ("engine",),
+    ("replicas",),
     ("",),  # the package itself: the public names
 )
 # Plain NumPy beside everything: these may import only the lowest floor.

@@ -31,14 +31,17 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 
 from jaxkv.errors import ConfigError, FormatError
+from jaxkv.io import spread
 from jaxkv.io.disk import fsync, fsync_tree, remove_stale, sha256
 from jaxkv.io.tokenizer import Tokenizer, tokenizer_from_definition
 from jaxkv.io.weights import dtype_of
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.params import LayerParams, Params, abstract_params, params_digest, stays_float32
 from jaxkv.model.recurrent_params import RecurrentParams
+from jaxkv.parallel import to_host
 
 FORMAT_VERSION = 2
 METADATA = "jaxkv.json"
@@ -68,7 +71,8 @@ def is_checkpoint(path: str | Path) -> bool:
 def save_checkpoint(path: str | Path, model: Model) -> Path:
     """Writes `model` at `path`, a directory that must not exist or must hold a checkpoint already.
 
-    An existing checkpoint is kept, not replaced: remove it first to write another.
+    An existing checkpoint is kept, not replaced: remove it first to write another. Weights on a mesh of
+    several processes are saved by all of them, each its own shards, at a path that all of them see.
 
     Returns:
       `path`.
@@ -78,6 +82,9 @@ def save_checkpoint(path: str | Path, model: Model) -> Path:
       OSError: the disk is full or the parent cannot be written; nothing is left behind.
     """
     path = Path(path).absolute()
+    together = spread.is_spread(model.params)
+    if together and jax.process_index():
+        return spread.follow(path, lambda aside: _write_weights(aside / _WEIGHTS, model.params, together))
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(path.parent, f".{path.name}.*.partial")
     # Orbax reports a full disk from threads that outlive the call, so it is asked for beforehand
@@ -86,18 +93,20 @@ def save_checkpoint(path: str | Path, model: Model) -> Path:
     if free < needed:
         text = f"{free / 1e6:.0f} MB free, expected {needed / 1e6:.0f} MB for the weights"
         raise OSError(errno.ENOSPC, text, str(path.parent))
-    aside = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
+    mark = spread.MARK if together else f"{os.getpid()}-{secrets.token_hex(4)}"
+    aside = path.parent / f".{path.name}.{mark}.partial"
     aside.mkdir()
     try:
-        _write_weights(aside / _WEIGHTS, model.params)
+        spread.meet(together, "process 0 made room for a checkpoint")
+        _write_weights(aside / _WEIGHTS, model.params, together)
         body = {
             "format_version": FORMAT_VERSION,
             "name": model.name,
             "source": model.source,
             "license": model.license,
-            "dtype": np.asarray(model.params.embed).dtype.name,
+            "dtype": np.dtype(model.params.embed.dtype).name,
             "config": model.config.to_dict(),
-            "weights_digest": params_digest(model.params),
+            "weights_digest": model.weights_digest if together else params_digest(model.params),
             "files": manifest(aside / _WEIGHTS),
             "tokenizer": None if model.tokenizer is None else model.tokenizer.definition(),
         }
@@ -107,15 +116,17 @@ def save_checkpoint(path: str | Path, model: Model) -> Path:
         _publish(aside, path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    spread.meet(together, "process 0 finished a checkpoint")
     return path
 
 
-def load_checkpoint(path: str | Path, *, dtype: str | None = None) -> Model:
+def load_checkpoint(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Model:
     """Loads a checkpoint and checks it whole.
 
     Args:
       path: a directory written by `save_checkpoint`.
       dtype: converts the matrices to this; None keeps the stored dtype.
+      mesh: reads every device's own shards, whatever mesh they were saved from.
 
     Raises:
       ConfigError: `dtype` is unknown.
@@ -132,10 +143,13 @@ def load_checkpoint(path: str | Path, *, dtype: str | None = None) -> Model:
     check_files(path / _WEIGHTS, body["files"], _remedy(path))
     expected = abstract_params(config, stored)
     tree = _to_tree(expected)
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    if mesh is not None:
+        expected = spread.converted(expected, target)
+        tree, how = _to_tree(expected), spread.restore_args(_to_tree, expected, config, mesh)
     try:
-        with checkpointer() as reader:
-            arguments = ocp.args.PyTreeRestore(tree, restore_args=as_numpy)
+        with checkpointer(spread.is_shared(mesh)) as reader:
+            arguments = ocp.args.PyTreeRestore(tree, restore_args=how)
             tree = reader.restore(path / _WEIGHTS, args=arguments)
     except Exception as error:  # Orbax and TensorStore raise whatever their layer raises
         reason = " ".join(str(error).split())[:200]
@@ -147,16 +161,21 @@ def load_checkpoint(path: str | Path, *, dtype: str | None = None) -> Model:
                 f"{path}: weights{jax.tree_util.keystr(key)} is {leaf.dtype}{list(leaf.shape)}, "
                 f"expected {want.dtype}{list(want.shape)}"
             )
-    digest = params_digest(params)
+    # What was converted while it was read has a digest of its own; what lies on other processes too is not
+    # gathered to be compared: the files' digests were.
+    as_saved = mesh is None or (target in (None, stored) and not spread.is_spread(params))
+    digest = params_digest(params) if as_saved else body["weights_digest"]
     if digest != body["weights_digest"]:
         raise FormatError(
             f"{path}: weights have digest {digest[:12]}, expected {body['weights_digest'][:12]}: "
             f"the files are corrupt, {_remedy(path)}"
         )
+    final = params if mesh is not None else None
     del params
-    final = _place(tree, config, target)
+    if final is None:
+        final = _place(tree, config, target)
     if target is not None and target != stored:
-        digest = params_digest(final)
+        digest = params_digest(final, to_host)
     definition = body["tokenizer"]
     return Model(
         config=config,
@@ -194,9 +213,9 @@ def check_files(directory: Path, expected: dict[str, list[Any]], remedy: str) ->
             raise FormatError(f"{file}: is corrupt, expected SHA-256 {digest[:12]}: {remedy}")
 
 
-def _write_weights(path: Path, params: Params) -> None:
+def _write_weights(path: Path, params: Params, together: bool = False) -> None:
     try:
-        with checkpointer() as writer:
+        with checkpointer(together) as writer:
             writer.save(path, args=ocp.args.PyTreeSave(_to_tree(params)))
     except OSError:
         raise
@@ -293,16 +312,20 @@ def _alone() -> ocp.options.MultiprocessingOptions:
 
 
 @contextlib.contextmanager
-def checkpointer() -> Iterator[ocp.Checkpointer]:
-    """An Orbax checkpointer; its warnings are about its own options and hidden, errors raise."""
+def checkpointer(together: bool = False) -> Iterator[ocp.Checkpointer]:
+    """An Orbax checkpointer; its warnings are about its own options and hidden, errors raise.
+
+    `together`: all processes save or load at once, each its own shards.
+    """
     logger = logging.getLogger("absl")
     level = logger.level
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_alone())
+    who = ocp.options.MultiprocessingOptions() if together else _alone()
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=who)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logger.setLevel(logging.ERROR)
         try:
-            with ocp.Checkpointer(handler, multiprocessing_options=_alone()) as checkpointer:
+            with ocp.Checkpointer(handler, multiprocessing_options=who) as checkpointer:
                 yield checkpointer
         finally:
             logger.setLevel(level)

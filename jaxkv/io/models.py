@@ -14,8 +14,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import rich.console
 import rich.progress
+from jax.sharding import Mesh
 
 from jaxkv.errors import ConfigError, FetchError, FormatError, nearest
 from jaxkv.io.checkpoint import (
@@ -32,6 +34,7 @@ from jaxkv.io.safetensors import read_hf_directory, read_json
 from jaxkv.io.tokenizer import tokenizer_from_gguf
 from jaxkv.io.weights import Progress, dtype_of
 from jaxkv.model.params import params_digest
+from jaxkv.parallel import one_replica, place_model
 
 _HUB_FILES = (
     "config.json",
@@ -51,6 +54,7 @@ def load(
     dtype: str = "float32",
     cache_dir: str | Path | None = None,
     progress: bool = True,
+    mesh: Mesh | str | None = None,
 ) -> Model:
     """Loads a model.
 
@@ -62,9 +66,11 @@ def load(
       dtype: "float32" or "bfloat16", of the weight matrices.
       cache_dir: where named models are kept; by default $JAXKV_CACHE, else the user's cache.
       progress: shows what takes longer than a moment on standard error.
+      mesh: devices to spread the weights over, as `Engine` takes it. From a checkpoint each device reads
+        its own shards; from other files they pass through the host's memory, one at a time.
 
     Raises:
-      ConfigError: an unknown dtype.
+      ConfigError: an unknown dtype, or a bad mesh.
       FetchError: the model is not here and could not be fetched; says what to put where.
       FormatError: a file is truncated, corrupt or unsupported.
     """
@@ -74,19 +80,20 @@ def load(
         raise ConfigError(f"dtype is {dtype!r}, expected the text 'float32' or 'bfloat16'")
     dtype_of(dtype)
     name = str(source)
-    with _progress(progress) as report:
+    on = one_replica(mesh)
+    with _progress(progress) as report, _host_memory(on):
         if isinstance(source, str) and name in NAMED_MODELS:
-            return _load_named(NAMED_MODELS[name], dtype, cache_directory(cache_dir), report)
+            return _load_named(NAMED_MODELS[name], dtype, cache_directory(cache_dir), report, on)
         path = Path(source).expanduser()
         if is_checkpoint(path):
             report("load", 0, 0)
-            return load_checkpoint(path, dtype=dtype)
+            return load_checkpoint(path, dtype=dtype, mesh=on)
         if path.is_dir():
-            return _load_hf(path, dtype, report)
+            return place_model(_load_hf(path, dtype, report), on)
         if path.is_file():
-            return _load_gguf(path, dtype, report)
+            return place_model(_load_gguf(path, dtype, report), on)
         if isinstance(source, str) and _looks_like_hub_name(name):
-            return _load_hub(name, dtype, report)
+            return place_model(_load_hub(name, dtype, report), on)
     known = list(NAMED_MODELS)
     raise FetchError(
         f"'{name}' is neither a file nor a directory nor a known model, "
@@ -94,7 +101,18 @@ def load(
     )
 
 
-def _load_named(model: NamedModel, dtype: str, cache: Path, report: Progress) -> Model:
+@contextlib.contextmanager
+def _host_memory(mesh: Mesh | None) -> Iterator[None]:
+    """Within it arrays are made in the host's memory, if they are to go to a mesh: no device may hold all."""
+    try:
+        place = None if mesh is None else jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        place = None
+    with contextlib.nullcontext() if place is None else jax.default_device(place):
+        yield
+
+
+def _load_named(model: NamedModel, dtype: str, cache: Path, report: Progress, mesh: Mesh | None) -> Model:
     directory = cache / f"{model.name}-v{FORMAT_VERSION}"
     if not is_checkpoint(directory):
         try:
@@ -109,7 +127,7 @@ def _load_named(model: NamedModel, dtype: str, cache: Path, report: Progress) ->
         except OSError as error:
             raise FetchError(f"{cache}: cannot be written: {error.strerror or error}") from error
     report("load", 0, 0)
-    return load_checkpoint(directory, dtype=dtype)
+    return load_checkpoint(directory, dtype=dtype, mesh=mesh)
 
 
 def _load_gguf(path: Path, dtype: str, report: Progress) -> Model:

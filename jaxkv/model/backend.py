@@ -1,12 +1,16 @@
-"""Which code runs attention, page writes and relocation: XLA, or the Pallas kernels."""
+"""Which code runs attention, page writes and relocation, XLA or the Pallas kernels, and on which devices."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxkv.errors import ConfigError, nearest
+from jaxkv.model.sharding import on_shards
 from jaxkv.typing import Array
 from pallas_kernels.dispatch import IMPLEMENTATIONS, MODULES, PLATFORMS, PREFERRED, platform
 
@@ -19,6 +23,7 @@ class Backend:
       implementation: "auto" takes the platform's kernels where they can run and XLA elsewhere; "xla",
         "pallas_tpu", "pallas_gpu" and "triton" force one.
       interpret: runs kernels in the interpreter, on any machine; for tests.
+      mesh: the devices that one step is split over; None for one device.
 
     Raises:
       ConfigError: an unknown implementation, or one that can't run on this machine.
@@ -26,6 +31,7 @@ class Backend:
 
     implementation: str = "auto"
     interpret: bool = False
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         name = self.implementation
@@ -34,11 +40,12 @@ class Backend:
                 f"implementation is {name!r}, expected one of {', '.join(IMPLEMENTATIONS)}"
                 f"{nearest(str(name), IMPLEMENTATIONS)}"
             )
-        needs, here = PLATFORMS.get(name), platform()
-        if needs is not None and needs != here and not self.interpret:
+        needs = PLATFORMS.get(name)
+        # Asked only where it matters: the answer starts JAX, and processes must join before that.
+        if needs is not None and not self.interpret and needs != (found := platform()):
             raise ConfigError(
                 f"implementation is '{name}', which needs a {needs.upper()}, but this machine's platform is "
-                f"{here}: expected 'auto', 'xla', or interpret=True"
+                f"{found}: expected 'auto', 'xla', or interpret=True"
             )
 
     def has(self, operation: str) -> bool:
@@ -50,11 +57,18 @@ class Backend:
     def call(self, function: Callable[..., Any], *args: Array, **options: Any) -> Any:
         """An operation of `pallas_kernels`, with what it takes by keyword, such as `scale`.
 
+        On a mesh every shard runs it on its own KV heads.
+
         Raises:
           ConfigError: a forced kernel can't take these shapes or dtypes.
         """
+        run: Callable[..., Any] = functools.partial(
+            function, implementation=self.implementation, interpret=self.interpret
+        )
+        if self.mesh is not None:
+            run = on_shards(run, function, self.mesh)
         try:
-            return function(*args, **options, implementation=self.implementation, interpret=self.interpret)
+            return run(*args, **options)
         except NotImplementedError as error:
             raise ConfigError(
                 f"implementation is '{self.implementation}', which can't run this model: {error}"
@@ -63,7 +77,7 @@ class Backend:
     @property
     def storage_platform(self) -> str:
         """The platform whose way of storing pages is used: kernels read dtypes, not their bits."""
-        return PLATFORMS.get(self.implementation, platform())
+        return PLATFORMS.get(self.implementation) or platform()
 
 
 AUTO = Backend()

@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxkv.model.sharding import on_mesh, split_last
 from jaxkv.typing import Array
 
 
@@ -21,12 +22,13 @@ def project(x: Array, weight: Array, *, inputs: int = 1) -> Array:
 
     The operand is rounded to the weight's dtype and products are accumulated in float32.
     """
-    # As one matrix product: with more axes XLA on CPU takes a slower path for a single row.
+    # As one matrix product: with more axes XLA on CPU takes a slower path for a single row. On a mesh axes
+    # stay apart: a sharded one that is merged behind another can't stay sharded.
     width = math.prod(weight.shape[:inputs])
     rows = x.reshape(*x.shape[: x.ndim - inputs], width).astype(weight.dtype)
     out = jax.lax.dot_general(
         rows,
-        weight.reshape(width, -1),
+        weight.reshape(width, *(weight.shape[inputs:] if on_mesh() else (-1,))),
         (((rows.ndim - 1,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
@@ -52,9 +54,10 @@ def embed(tokens: Array, table: Array, scale: float = 1.0) -> Array:
 
 def unembed(x: Array, table: Array) -> Array:
     """Logits f32[..., V] of hidden states x [..., D] with a table [V, D]."""
-    return jax.lax.dot_general(
+    logits = jax.lax.dot_general(
         x.astype(table.dtype),
         table,
         (((x.ndim - 1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
+    return split_last(logits)  # they are wanted whole: without this the table would be gathered, not they

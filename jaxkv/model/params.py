@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -130,11 +131,14 @@ def stays_float32(name: str) -> bool:
     return name.endswith(("norm", "bias")) or name in FLOAT32_NAMES
 
 
-def params_digest(params: Params) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes of all weights, in tree order; hex."""
+def params_digest(params: Params, fetch: Callable[[Array], np.ndarray[Any, Any]] = np.asarray) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes of all weights, in tree order; hex.
+
+    `fetch` brings one weight to the host; `parallel.to_host` if other processes hold parts of them.
+    """
     digest = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(params):
-        value = np.asarray(leaf)
+        value = fetch(leaf)
         header = f"{jax.tree_util.keystr(path)}:{value.dtype}:{value.shape};"
         digest.update(len(header).to_bytes(4, "little") + header.encode())
         digest.update(np.ascontiguousarray(value).view(np.uint8).reshape(-1).data)
