@@ -122,8 +122,8 @@ def test_a_snapshot_is_at_exactly_its_token(make: Make, hybrid: jaxkv.Model, tex
 
 
 def test_requests_of_different_offsets_in_one_loop(make: Make, hybrid: jaxkv.Model, text: Any) -> None:
-    """CASE 36: prompts prefilled part by part beside each other, then decoded together."""
-    engine = make(serving=jaxkv.ServingConfig(prefill_budget=32))
+    """CASE 36: prompts prefilled in one round at different offsets, then decoded together."""
+    engine = make(serving=jaxkv.ServingConfig(prefill_budget=128))
     prompts = [text(45, seed=1), text(9, seed=2), np.concatenate([text(45, seed=1)[:40], text(7, seed=3)])]
     asked = [engine.submit(p, max_tokens=6, sampling=jaxkv.Sampling()) for p in prompts]
     answers = {r.request.id: r.tokens for r in engine.run()}
