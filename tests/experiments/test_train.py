@@ -23,6 +23,7 @@ def read_curve(tmp_path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader((tmp_path / "run" / "loss.csv").read_text().splitlines()))
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_model_its_curve_and_its_config(tmp_path: Path) -> None:
     config = defaults(name="tiny", kind="plain", smoke=True, num_layers=2)
     result = train_tiny.run(config, tmp_path / "run", given=("num_layers",))
