@@ -16,8 +16,7 @@ from experiments.scale.routing import Routed, Traffic
 CONTEXT, PAGE_SIZE = 4096, 16
 PER_DEVICE = 4  # sequences, so that layouts of one machine do the same work
 KEPT_FIELDS = ("subject", "model", "layers", "batch", "context", "page_size")
-# Layers are alike, so few of them show what a layer costs; one program is compiled whole.
-FEW_LAYERS, WHOLE = 4, ("v5e:2x4", "SmolLM2-135M")
+FEW_LAYERS = 4  # that are compiled: layers are alike, so few of them show what one costs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +43,7 @@ class Row:
     @property
     def layers(self) -> int:
         """How many layers are compiled."""
-        every = self.subject.config.num_layers
-        return every if (self.machine.topology, self.subject.name) == WHOLE else min(every, FEW_LAYERS)
+        return min(self.subject.config.num_layers, FEW_LAYERS)
 
     @property
     def compiled_part(self) -> Subject:

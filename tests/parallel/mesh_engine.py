@@ -116,6 +116,7 @@ def test_weights_lie_where_the_rule_says(shape: dict[str, int], divides: bool) -
     assert engine._params.embed.sharding.spec == spec(MODEL)
 
 
+@pytest.mark.slow
 def test_a_cache_goes_to_the_host_and_back(tmp_path: Any) -> None:
     """Spilled entries, and a saved cache on another mesh."""
     model = model_of(**EVEN)

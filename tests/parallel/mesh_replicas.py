@@ -84,6 +84,7 @@ def test_a_batch_is_decoded_by_all_replicas_at_the_same_time(
     assert [both.of(g.sequence) for g in found] == homes
 
 
+@pytest.mark.slow
 def test_requests_are_routed_and_served_as_alone(model: jaxkv.Model, decoder: Decoder) -> None:
     both = replicas_of(model)
     prompts = [np.concatenate([text(24, seed=i % 2), text(8, seed=10 + i)]) for i in range(6)]

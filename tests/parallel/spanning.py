@@ -35,7 +35,7 @@ def main() -> None:
     place = processes.join(coordinator, int(count), int(index), join_seconds=60)
     mesh = parse_mesh(f"model:{len(jax.devices())}")
     assert mesh.is_multi_process
-    engine = engine_of(model_of(**EVEN), mesh)
+    engine = engine_of(model_of(**EVEN, num_layers=1), mesh)
     found = answers(engine)
     save_checkpoint(Path(path) / "model", engine.model)
     loaded = load_checkpoint(Path(path) / "model", mesh=mesh)

@@ -17,8 +17,9 @@ HERE = Path(__file__).parent
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 
+@pytest.mark.parametrize("tier", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("module", sorted(path.name for path in HERE.glob("mesh_*.py")))
-def test_on_eight_devices(module: str) -> None:
+def test_on_eight_devices(module: str, tier: str) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -39,5 +40,7 @@ def test_on_eight_devices(module: str) -> None:
         check=False,
     )
     print(done.stdout[-6000:])
+    if tier == "slow" and done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+        return
     assert done.returncode == 0, done.stderr[-2000:]
     assert " passed" in done.stdout
