@@ -10,8 +10,10 @@ Model and text: SmolLM2-135M-Instruct in float32, Python's reference prose, cont
 of the edits at the head, where plain reuse is worst. The loss is KL(exact‖reused) of the 24 tokens behind
 each edit plus half the NLL of the true text from exact state.
 
+Not yet run to its end on this model; what follows is an expectation. A tiny model's run is in
+experiments/RESULTS.md.
 Expected: the KL of edits at the head falls, that of others hardly, and plain perplexity of held-out text does
-not rise. What came out is in experiments/RESULTS.md.
+not rise.
 """
 
 import ml_collections

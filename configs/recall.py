@@ -23,7 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
         model="smollm2-135m",
         context=(1500,),
         distances=(0, 250, 1000),
-        items=12,
+        num_items=12,
         policies=(
             "exact",
             "erratum",

@@ -23,7 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
         model="smollm2-135m",
         context=(1000,),
         distances=(8, 250),
-        items=15,
+        num_items=15,
         policies=("exact", "scr", "first_k(32)", "dependents(32,32)", "forget"),
         noise_every=15,
         layers_every=0,

@@ -37,7 +37,7 @@ SMOKE: dict[str, Any] = {
     "noise_offset": 7,
     "moves": (4,),
     "turns": 2,
-    "items": 2,
+    "num_items": 2,
     "distances": (0, 40),
 }
 # What quick=True replaces in the same way: minutes on two cores instead of an hour.
@@ -54,7 +54,7 @@ QUICK: dict[str, Any] = {
     "layers_every": 3,
     "moves": (16,),
     "turns": 3,
-    "items": 4,
+    "num_items": 4,
     "distances": (0, 250),
 }
 
@@ -89,7 +89,7 @@ class ExperimentConfig:
     turns: int = 6  # edits of an agent_loop conversation
     moves: tuple[int, ...] = (256,)  # consecutive edits of a drift case
     places: int = 1  # drift: places that the edits take in turn; each is a distance at which something stands
-    items: int = 12  # recall and residue: items at each distance
+    num_items: int = 12  # recall and residue: items at each distance
     distances: tuple[int, ...] = (0, 250, 1000)  # recall and residue: tokens from a fact to its dependent
     kv_dtype: tuple[str, ...] = ("model",)  # dtypes of the pages, each measured; "model" is the model's own
 
@@ -192,7 +192,7 @@ _LEAST = {
     "turns": 1,
     "moves": 1,
     "places": 1,
-    "items": 1,
+    "num_items": 1,
     "distances": 0,
 }
 KNOWN_KEYS = tuple(f.name for f in dataclasses.fields(ExperimentConfig))

@@ -44,7 +44,8 @@ class Bench:
     """Measures cases on one model.
 
     The engine has no prefix index: what one measurement computed can't be found by another, so every
-    policy pays for itself.
+    policy pays for itself. A model with recurrent layers needs one, because snapshots are kept there; then
+    a policy may resume at a snapshot that one before it left, a little deeper than its own.
     """
 
     def __init__(self, model: Model, config: ExperimentConfig, longest: int) -> None:
@@ -72,7 +73,8 @@ class Bench:
                     page_size=self._config.page_size,
                     chunk_size=self._config.chunk_size,
                     kv_dtype=case.kv_dtype or None,
-                    prefix_cache=False,
+                    prefix_cache=self._model.config.recurrent is not None,
+                    keep_operators=any("states=compose" in name for name in self._config.policies),
                     mesh=mesh_of(self._config.mesh, replicas=False),
                 )
             }

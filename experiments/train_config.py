@@ -9,6 +9,7 @@ from typing import Any
 import ml_collections
 
 from experiments import fields
+from experiments.config import TINY_MODEL
 from jaxkv.errors import ConfigError, nearest
 from jaxkv.model.config import ModelConfig, RecurrentConfig, RopeConfig
 
@@ -23,10 +24,11 @@ SMOKE: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(fields.Fields):
-    """A small byte model, trained from random weights on real text. `model` is not read."""
+    """A small byte model, trained from random weights on real text."""
 
     experiment: str = "train_tiny"
     name: str = "train_tiny"
+    model: str = TINY_MODEL  # not read: the model is made here
 
     kind: str = "hybrid"  # or "sliding", or "plain": global attention in every layer
     steps: int = 400

@@ -134,7 +134,8 @@ def train(settings: TrainConfig, corpus: Corpus, console: Console) -> tuple[Para
 
     evaluate = jax.jit(loss_of)
     state, points = optimizer.init(params), []
-    with console.status("Compiling the training step"):
+    # optax promotes dtypes, also where whoever calls this forbids it.
+    with jax.numpy_dtype_promotion("standard"), console.status("Compiling the training step"):
         first = next(batches(text, settings))
         compiled = update.lower(params, state, first).compile()
         judge = evaluate.lower(params, held_out).compile()

@@ -11,13 +11,14 @@ from jaxkv.checks import (
     check_length,
     check_tokens,
 )
-from jaxkv.core import EngineCore, interruptible
+from jaxkv.continuing import Continuing
+from jaxkv.core import interruptible
 from jaxkv.generation import Sampling
 from jaxkv.serving.request import Request, RequestResult, Round
 from jaxkv.serving.worker import Worker
 
 
-class Batching(EngineCore):
+class Batching(Continuing):
     """The methods of `Engine` for many requests, see docs/serving.md."""
 
     def submit(

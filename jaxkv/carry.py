@@ -80,6 +80,7 @@ class StateRun:
         self.left: list[tuple[int, int]] = []  # position and slot of each state
         self._parts: list[tuple[int, int, Jump | None]] = []  # tokens computed until then, and a slot
         self._now: tuple[int, int, bool] | None = None
+        self.shapes: set[tuple[Any, ...]] = set()  # static shapes of what was composed
         if carry is None or memory.states is None:
             return
         self._read = carry.start
@@ -147,6 +148,7 @@ class StateRun:
         def step(pages: Pages, *inputs: Any) -> tuple[Pages, None]:
             return compose(pages, *inputs), None
 
+        self.shapes.add(("compose", len(chain)))
         self._memory.run(step, slots[0], slots[1], chain, slots[2], slots[3])
 
     def slots(self) -> tuple[int, int, bool] | None:

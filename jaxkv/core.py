@@ -22,10 +22,9 @@ from jaxkv.cache.sequence import (
     PAGE,
     Sequence,
     Sight,
-    clip,
     frozen,
 )
-from jaxkv.carry import Carry, Resume, carry_of, replayed
+from jaxkv.carry import Resume, carry_of, replayed
 from jaxkv.checks import (
     check_bytes,
     check_geometry,
@@ -34,20 +33,18 @@ from jaxkv.checks import (
 )
 from jaxkv.errors import ConfigError, HandleError
 from jaxkv.execute import Computed, Materialized, compute, extended, materialize, must_materialize
-from jaxkv.generation import Decoded, Sampling, decode_batch
+from jaxkv.generation import LOOP_STEPS
 from jaxkv.io.models import Model
 from jaxkv.memory import Memory
 from jaxkv.model.backend import Backend
 from jaxkv.parallel import one_replica, place_model
 from jaxkv.recurrent import make_store, refuse
-from jaxkv.results import Generation, StepResult, report
+from jaxkv.results import StepResult, report
 from jaxkv.reuse.plan import ReusePlan, plan_extension, plan_prompt
-from jaxkv.schedule import Placement
 from jaxkv.serving.loop import Loop
 from jaxkv.serving.request import ServingConfig
 from jaxkv.tiering import make_tiers
-from jaxkv.typing import Int32
-from jaxkv.windows import bytes_for_pages, refuse_bound
+from jaxkv.windows import bytes_for_pages, check_local_pages, refuse_bound
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -103,6 +100,7 @@ class EngineCore:
         if not isinstance(model, Model):
             raise ConfigError(f"model is a {type(model).__name__}, expected what jaxkv.load returns")
         kv_dtype = check_dtype(kv_dtype or model.dtype)
+        check_local_pages(model.config, local_pages, page_size, max(chunk_size, LOOP_STEPS))
         whole = local_pages is None
         self._token_bytes = max(kv_token_bytes(model.config, kv_dtype, windowed=whole), 1)
         num_pages = check_geometry(
@@ -368,111 +366,6 @@ class EngineCore:
             timings=timings,
         )
         return StepResult(sequence=sequence, logits=result, reuse=reuse)
-
-    def _decode(
-        self, sequences: list[Sequence], limits: list[int], samplings: list[Sampling], *, publish: bool
-    ) -> list[Generation]:
-        """Continues live sequences, each by at most its limit, in one compiled loop."""
-        placements: list[Placement] = []
-        written: list[int] = []  # state slots
-        claimed: set[int] = set()
-        try:
-            for sequence, limit in zip(sequences, limits, strict=True):
-                positions = np.arange(limit, dtype=np.int32) + len(sequence)
-                placements.append(self._memory.place(sequence.segments, positions, claimed))
-            if self._memory.states is not None:
-                written.extend(self._memory.new_state() for _ in sequences)
-                self._memory.states.begins |= dict(zip(written, map(len, sequences), strict=True))
-            decoded = decode_batch(
-                self._memory,
-                self._params,
-                sequences,
-                placements,
-                limits=limits,
-                samplings=samplings,
-                max_deltas=self.max_deltas,
-                written=written or None,
-            )
-            states: list[int | None] = [*written] or [None] * len(sequences)
-            rows = zip(sequences, placements, decoded, states, strict=True)
-            done = [self._finish(*row) for row in rows]
-        finally:
-            for placement in placements:
-                self._memory.release(placement.fresh)
-            self._memory.release_states(written)
-        if publish:
-            for generation in done:
-                self._publish(generation.sequence)
-        return done
-
-    def _peek(self, sequence: Sequence, tokens: Int32) -> Computed:
-        """Runs tokens behind a sequence without keeping what they wrote.
-
-        Always with all logits and attention outputs: one compiled step serves every question.
-        """
-        self._require_live(sequence)
-        check_length(len(sequence) + len(tokens), self.config)
-        done = compute(
-            self._memory,
-            self._params,
-            segments=sequence.segments,
-            attended=sequence.table_segments,
-            tokens=tokens,
-            positions=np.arange(len(tokens), dtype=np.int32) + len(sequence),
-            rotate=sequence.rotate,
-            max_deltas=self.max_deltas,
-            chunk_size=self.chunk_size,
-            carry=self._carry(sequence, len(tokens)),
-            logits="all",
-            capture=True,
-        )
-        self._memory.release(done.placement.fresh)
-        self._memory.release_states(slot for _, slot in done.states)
-        self._shapes |= done.shapes
-        return done
-
-    def _carry(self, sequence: Sequence, added: int) -> Carry | None:
-        """Recurrent layers go on from a sequence's own state."""
-        if sequence.state is None:
-            return None
-        return Carry(sequence.state, len(sequence), (len(sequence) + added,))
-
-    def _finish(
-        self, source: Sequence, placement: Placement, decoded: Decoded, state: int | None
-    ) -> Generation:
-        """Hands out a generation; slots that were reserved and not written go back."""
-        end = len(source) + len(decoded.tokens)
-        written = Placement.of(clip(placement.segments, 0, end))
-        self._memory.commit(written)
-        copies = source.copies
-        sequence = self._memory.adopt(
-            lambda id: Sequence(
-                id=id,
-                tokens=frozen(np.concatenate([source.tokens, decoded.tokens])),
-                segments=extended(source.segments, written),
-                copies=None if copies is None else extended(copies, written),
-                provenance=source.continued(end),
-                contract=source.contract,
-                grid_length=source.grid_length,
-                priority=source.priority,
-                rotate=source.rotate,
-                sight=source.sight,
-                logits=decoded.logits,
-                state=state if len(decoded.tokens) else source.state,
-            )
-        )
-        self._counters["generated"] += len(decoded.tokens)
-        return Generation(
-            tokens=decoded.tokens,
-            text=self._text(decoded.tokens),
-            sequence=sequence,
-            finish_reason="stop" if decoded.stopped else "length",
-        )
-
-    def _text(self, tokens: Int32) -> str | None:
-        tokenizer = self.model.tokenizer
-        # A model's vocabulary may be padded beyond its tokenizer's.
-        return tokenizer.decode(tokens[tokens < tokenizer.vocab_size]) if tokenizer else None
 
     def _publish(self, sequence: Sequence, states: tuple[tuple[int, int], ...] = ()) -> None:
         """Offers what is exact to the prefix index: after the step returned, never before.

@@ -140,6 +140,7 @@ def compute(
             if groups[-1] is not shared:
                 shapes.add(("local", shape, *groups[-1].table.page.shape, groups[-1].table.deltas.shape[1]))
             done += count
+        shapes |= states.shapes
         memory.wait([out.logits for out, _ in outputs])
     except BaseException:
         memory.release(placement.fresh)

@@ -43,21 +43,32 @@ def bytes_for_pages(
     return capacity_bytes - taken
 
 
-def make_residency(
-    config: ModelConfig, num_pages: int, page_size: int, local_pages: int | None, grid: int
-) -> Residency | None:
-    """The map of local layers' pages, if `local_pages` bounds them.
+def check_local_pages(config: ModelConfig, local_pages: int | None, page_size: int, step: int) -> None:
+    """Refuses a bound that a single sequence could not go on within; `step` tokens are computed at once.
 
     Raises:
-      ConfigError: there are no local layers, or it is no whole number of at least 1.
+      ConfigError: there are no local layers, it is no whole number, or too few.
     """
     if local_pages is None:
-        return None
+        return
     window = next((group.window for group in config.groups if group.window), 0)
     if not window:
         raise ConfigError(f"local_pages is {local_pages}, expected None: the model has no local layers")
-    if isinstance(local_pages, bool) or not isinstance(local_pages, int | np.integer) or local_pages < 1:
-        raise ConfigError(f"local_pages is {local_pages!r}, expected a whole number of at least 1")
+    least = -(-(window + step) // page_size) + 1
+    if isinstance(local_pages, bool) or not isinstance(local_pages, int | np.integer) or local_pages < least:
+        raise ConfigError(
+            f"local_pages is {local_pages!r}, expected a whole number of at least {least}: a window of "
+            f"{window} and {step} tokens computed at once take so many"
+        )
+
+
+def make_residency(
+    config: ModelConfig, num_pages: int, page_size: int, local_pages: int | None, grid: int
+) -> Residency | None:
+    """The map of local layers' pages, if `local_pages`, which was checked, bounds them."""
+    if local_pages is None:
+        return None
+    window = next(group.window for group in config.groups if group.window)
     return Residency(
         num_pages, min(int(local_pages), num_pages), page_size=page_size, window=window, grid=grid
     )

@@ -77,6 +77,7 @@ def test_a_prompt_on_interpreted_kernels_gets_the_logits_of_the_definition(
     engine.check()
 
 
+@pytest.mark.slow
 def test_kernels_are_told_of_the_window() -> None:
     """Nine tokens in a layer that sees four of them, from the kernels that prefill and decode."""
     model = make_model(dataclasses.replace(CONFIG, layer_types=("local",), window=4))

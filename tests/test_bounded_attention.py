@@ -192,10 +192,61 @@ def test_requests_are_served_over_bounded_pages(bounded: jaxkv.Engine, judge: Ju
         assert results[request.id].tokens.tolist() == expected
 
 
+def test_a_random_life_is_exact_throughout(bounded: jaxkv.Engine, judge: Judge, text: Text) -> None:
+    """Prompts that branch, texts that grow, edits, releases: whatever is exact is, and nothing leaks."""
+    rng = np.random.default_rng(5)
+    live: list[jaxkv.Sequence] = []
+    done = {"prefill": 0, "extend": 0, "edit": 0, "refused": 0}
+    for number in range(60):
+        if len(live) == 2:
+            bounded.release(live.pop(int(rng.integers(len(live)))))
+        source = live[int(rng.integers(len(live)))] if live else None
+        kind = "prefill" if source is None else str(rng.choice(["prefill", "extend", "edit"]))
+        try:
+            if kind == "prefill" or source is None:
+                cut = int(rng.integers(1, 110))
+                tokens = np.concatenate([text(110, seed=int(rng.integers(2)))[:cut], text(6, seed=number)])
+                result = bounded.prefill(tokens)
+            elif kind == "extend":
+                tokens = text(int(rng.integers(1, 20)), seed=number)
+                result = bounded.extend(source, tokens)
+            else:
+                cut = int(rng.integers(0, max(len(source) - 12, 1)))
+                tokens = np.concatenate([source.tokens[:cut], text(3, seed=number), source.tokens[cut + 5 :]])
+                result = bounded.edit(source, tokens, SCR(min_span=8, tail=4) if number % 2 else Exact())
+        except jaxkv.CapacityError:
+            done["refused"] += 1
+            continue
+        finally:
+            bounded.check()
+        done[kind] += 1
+        assert np.isfinite(result.logits).all()
+        if result.sequence.exact:
+            exact = judge.prefill(result.sequence.tokens).logits
+            np.testing.assert_allclose(result.logits, exact, atol=ATOL)
+        live.append(result.sequence)
+    assert min(done["prefill"], done["extend"], done["edit"]) >= 5
+    assert done["refused"] < 20
+
+
+def test_lost_pages_are_made_anew_in_every_group(bounded: jaxkv.Engine, judge: Judge, text: Text) -> None:
+    first = bounded.prefill(text(60)).sequence
+    for group in bounded._memory.pages:
+        group.kv.delete()
+    with pytest.raises(jaxkv.HandleError):
+        bounded.extend(first, [1])
+    again = bounded.prefill(text(60))
+    assert again.reuse.matched == 0
+    np.testing.assert_allclose(again.logits, judge.prefill(text(60)).logits, atol=ATOL)
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"local_pages": 0}, "local_pages is 0, expected a whole number of at least 1"),
+        (
+            {"local_pages": 7},
+            "local_pages is 7, expected a whole number of at least 8: a window of 21 and 32",
+        ),
         ({"local_pages": True}, "local_pages is True"),
         ({"local_pages": 8, "host_tier_bytes": 2**20}, "a host or disk tier needs the KV of every layer"),
         (

@@ -122,8 +122,8 @@ def test_a_snapshot_is_at_exactly_its_token(make: Make, hybrid: jaxkv.Model, tex
 
 
 def test_requests_of_different_offsets_in_one_loop(make: Make, hybrid: jaxkv.Model, text: Any) -> None:
-    """CASE 36: prompts prefilled part by part beside each other, then decoded together."""
-    engine = make(serving=jaxkv.ServingConfig(prefill_budget=32))
+    """CASE 36: prompts prefilled in one round at different offsets, then decoded together."""
+    engine = make(serving=jaxkv.ServingConfig(prefill_budget=128))
     prompts = [text(45, seed=1), text(9, seed=2), np.concatenate([text(45, seed=1)[:40], text(7, seed=3)])]
     asked = [engine.submit(p, max_tokens=6, sampling=jaxkv.Sampling()) for p in prompts]
     answers = {r.request.id: r.tokens for r in engine.run()}
@@ -326,3 +326,30 @@ def test_a_prompt_with_an_image_is_refused(make: Make) -> None:
     engine = make(model=hybrid_model(image_token_ids=(90, 91)))
     with pytest.raises(jaxkv.TokenError, match=r"tokens\[2\] is 91, which stands for an image"):
         engine.prefill([1, 2, 91])
+
+
+def test_a_lost_pool_leaves_no_state_behind(make: Make, hybrid: jaxkv.Model, text: Any) -> None:
+    """As after a step that failed with its pages donated: everything is released, and the engine goes on."""
+    engine = make()
+    sequence = engine.prefill(text(20)).sequence
+    jax.tree.map(lambda leaf: leaf.delete(), engine._memory.pages[-1])
+    with pytest.raises(jaxkv.HandleError, match="was released"):
+        engine.extend(sequence, text(1))
+    stats = engine.stats()
+    assert (stats["snapshots"], stats["states_free"]) == (0, stats["states_total"])
+    again = engine.prefill(text(20))
+    expected = hybrid_logits(hybrid.params, hybrid.config, text(20))[0][-1]
+    np.testing.assert_allclose(again.logits, expected, atol=tolerance("logits"), rtol=0)
+
+
+def test_an_interrupted_call_keeps_the_states_of_live_sequences(make: Make, text: Any) -> None:
+    engine = make()
+    sequence = engine.prefill(text(20)).sequence
+    before = content(engine, sequence.state)
+    engine._memory.interrupted = True  # what Ctrl-C leaves
+    engine.check()
+    assert engine.stats()["snapshots"] == 0  # only what was handed out is certain
+    assert engine.stats()["states_free"] == engine.stats()["states_total"] - 1
+    for (conv, state), (now, after) in zip(before, content(engine, sequence.state), strict=True):
+        np.testing.assert_array_equal(conv, now)
+        np.testing.assert_array_equal(state, after)

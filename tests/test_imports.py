@@ -41,7 +41,7 @@ FLOORS = (
         "io",
     ),
     ("serving",),
-    ("core", "caching", "batching", "revising"),
+    ("core", "continuing", "caching", "batching", "revising"),
     ("engine",),
     ("replicas",),
     ("",),  # the package itself: the public names

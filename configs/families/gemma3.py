@@ -9,9 +9,9 @@ Gemma 3 (text) (a directory with config.json and safetensors or a GGUF file).
 Five of six layers see 64 positions here (512 or 1,024 in the published models) and turn at a base of
 their own; keys are moved with their layer's frequencies.
 
-Expected: with random weights every approximate policy is off by about as much as the controls, as
-random attention finds no structure to keep; `exact` is at the noise floor. The figures say something
-about reuse only with trained weights: give `--config.model`.
+Expected: `exact` at the noise floor, and the controls `drop` and `no_rotation` a hundred times and more
+above `scr`. Random weights attend almost evenly, so the figures say nothing about reuse under trained
+ones: for that, give `--config.model`.
 """
 
 import ml_collections

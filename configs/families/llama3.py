@@ -9,9 +9,9 @@ Llama 3.x (a directory with config.json and safetensors or a GGUF file).
 Llama 3.1 scales the slow frequencies by 8 and leaves the fast ones: still a fixed rotation per
 position, so relocation composes.
 
-Expected: with random weights every approximate policy is off by about as much as the controls, as
-random attention finds no structure to keep; `exact` is at the noise floor. The figures say something
-about reuse only with trained weights: give `--config.model`.
+Expected: `exact` at the noise floor, and the controls `drop` and `no_rotation` a hundred times and more
+above `scr`. Random weights attend almost evenly, so the figures say nothing about reuse under trained
+ones: for that, give `--config.model`.
 """
 
 import ml_collections

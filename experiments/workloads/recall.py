@@ -59,7 +59,7 @@ def cases(
         for context in config.context
         for way in ways
         for distance in config.distances
-        for item in range(config.items)
+        for item in range(config.num_items)
     ]
 
 

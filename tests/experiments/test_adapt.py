@@ -84,7 +84,7 @@ def test_recomputing_everything_is_exact(model: jaxkv.Model, text: Text, compile
 
 
 def test_windows_and_family_quirks_are_those_of_the_engine(text: Text, make_engine: Any) -> None:
-    """A window shorter than what an edit keeps, norms of queries and keys, gated attention aside."""
+    """A window shorter than what an edit keeps, and norms of queries and keys."""
     config = tiny_config(layer_types=("local", "global"), window=24, qk_norm=True)
     model = make_model(config)
     policy = POLICIES[0]

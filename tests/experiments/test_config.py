@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import ml_collections
 import pytest
 
 from experiments.config import QUICK, SMOKE, defaults, resolve
@@ -26,6 +27,8 @@ def test_every_config_resolves_documents_itself_and_offers_every_key(path: Path)
     experiment = find(config)
     assert set(config.keys()) - {KEY} == set(experiment.known_keys) - {KEY}
     assert experiment.resolve(config).name == path.stem
+    # `--config.key=` reads an attribute: a method of that name would hide the key.
+    assert not [key for key in config if hasattr(ml_collections.ConfigDict, key)]
     for word in ("python -m experiments.launch", "Runtime", "Expected"):
         assert word in module.__doc__
     if "smoke" in config:

@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
     "model": "tiny-random",
     "context": (900,),
     "distances": (0, 250),
-    "items": 4,
+    "num_items": 4,
     "moves": (9,),
     "turns": 4,
     "sizes": (60,),

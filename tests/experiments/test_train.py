@@ -1,4 +1,4 @@
-"""Training of tiny models: what it writes loads again, and the same seed gives the same weights."""
+"""Training of tiny models: what it writes loads again, and what it reads follows from the seed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ from jaxkv.errors import ConfigError
 TEXT = Corpus.of("text", "the quick brown fox jumps over the lazy dog. " * 200)
 
 
+def read_curve(tmp_path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((tmp_path / "run" / "loss.csv").read_text().splitlines()))
+
+
+@pytest.mark.slow
 def test_a_run_leaves_a_model_its_curve_and_its_config(tmp_path: Path) -> None:
     config = defaults(name="tiny", kind="plain", smoke=True, num_layers=2)
     result = train_tiny.run(config, tmp_path / "run", given=("num_layers",))
@@ -27,17 +32,14 @@ def test_a_run_leaves_a_model_its_curve_and_its_config(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "run" / "config.json").read_text())
     assert model.weights_digest == document["model"]["weights_digest"]
     assert model.config == resolve(config, ("num_layers",)).model_config()
-    rows = list(csv.DictReader((tmp_path / "run" / "loss.csv").open()))
+    rows = read_curve(tmp_path)
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4]
     assert [bool(row["held_out"]) for row in rows] == [False, True, False, True]
     assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
     assert (tmp_path / "run" / "loss.png").stat().st_size > 1000
     again = train_tiny.run(config, tmp_path / "run", given=("num_layers",))  # nothing is done twice
     assert again.finished == 1
-    assert list(csv.DictReader((tmp_path / "run" / "loss.csv").open())) == rows
-    train_tiny.run(config, tmp_path / "other", given=("num_layers",))
-    other = jaxkv.load(tmp_path / "other" / "model", progress=False)
-    assert other.weights_digest == model.weights_digest
+    assert read_curve(tmp_path) == rows
 
 
 def test_held_out_text_is_never_trained_on() -> None:

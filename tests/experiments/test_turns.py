@@ -102,7 +102,7 @@ def test_a_view_is_materialized_past_max_deltas_and_its_keys_stay_at_one_roundin
 
 
 def test_a_residue_run_tells_histories_apart_only_where_something_stale_is_kept(tmp_path: Path) -> None:
-    result = small(tmp_path / "a", workload="residue", policies="scr,forget", distances=(40,), items=2)
+    result = small(tmp_path / "a", workload="residue", policies="scr,forget", distances=(40,), num_items=2)
     by_policy = {p: [r for r in lines(result.path) if r["policy"] == p] for p in ("exact", "scr", "forget")}
     for clean in ("exact", "forget"):
         assert all(r["twin_kl"] < 1e-12 for r in by_policy[clean])
@@ -113,7 +113,7 @@ def test_a_residue_run_tells_histories_apart_only_where_something_stale_is_kept(
 
 def test_recall_agent_loop_rotation_and_greedy_figures_are_in_the_report(tmp_path: Path) -> None:
     recall = small(
-        tmp_path / "r", workload="recall", policies="scr,dependents(8,8)", distances=(40,), items=2,
+        tmp_path / "r", workload="recall", policies="scr,dependents(8,8)", distances=(40,), num_items=2,
         greedy_tokens=4, rotation_every=1, noise_every=0,
     )  # fmt: skip
     assert recall.failed == 0

@@ -319,6 +319,8 @@ def test_an_erratum_says_what_went_and_what_came() -> None:
     assert chr(230) not in said
     same, questions = asked(Erratum(), text_edit("abcdefgh", "efghabcd", 0, (4, 0, 4), (0, 4, 4)))
     assert (same.append, same.keep, questions) == (None, (), [])
+    longer, questions = asked(Erratum(), text_edit("abcd", "abcdefgh", 4))
+    assert (longer.append, longer.keep, questions) == (None, (), [])
 
 
 def test_a_policy_may_not_ask_what_it_was_told_and_a_plan_needs_somebody_to_ask() -> None:

@@ -26,8 +26,8 @@ class Erratum:
     The result's tokens are the old ones and the message, not the requested ones, and its KV is exact
     for those; as an answer for the requested tokens it is approximate, and reported so. A quoted old
     passage longer than `quote` tokens is given by its two ends; new text is given in full. Where
-    passages only changed places there is nothing to say, and the answer is computed exactly. Without
-    a tokenizer the message is the bare tokens.
+    passages only changed places, or text was only appended, there is nothing to correct, and the
+    answer is computed exactly. Without a tokenizer the message is the bare tokens.
     """
 
     quote: int = 24
@@ -38,6 +38,8 @@ class Erratum:
         return False
 
     def select(self, edit: Edit) -> Selection:
+        if edit.prefix == edit.old_length:
+            return Selection()
         message: list[Int32] = []
         for old, new, before in _changes(edit):
             kind = "replace" if len(old) and len(new) else "delete" if len(old) else "insert"
