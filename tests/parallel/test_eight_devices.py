@@ -26,6 +26,8 @@ def test_on_eight_devices(module: str, tier: str) -> None:
             "-m",
             "pytest",
             "-q",
+            "-m",
+            tier,
             "-p",
             "no:cacheprovider",
             "-p",
