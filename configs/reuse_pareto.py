@@ -11,8 +11,8 @@ grid; every policy. One kind of edit: `--config.edits=replace`; another model: `
 
 Not yet run to its end; the first cells at 1,024 tokens are in docs/approximation.md.
 Expected: `scr` alone is near a thousandth of a nat unless the head is edited or the edit is near the end;
-`first_k(32)` and `sinks(4)` repair that; `top_deviation` pays for its check layer; `erratum` is off by tenths
-of a nat, as are the controls; `budget(0.01)` stays under its budget and falls back to exact where it must.
+`first_k(32)` and `sinks(4)` repair that; `top_deviation` pays for its check layer; `erratum` is off by
+tenths of a nat, as are the controls; `budget(0.01)` stays under its budget and falls back to exact.
 """
 
 import ml_collections
