@@ -137,7 +137,7 @@ def compute(
             out = memory.run(one, step)
             outputs.append((out, count))
             shapes.add(("step", shape, *table.page.shape, fitting.deltas.shape[1], logits, capture))
-            if groups[-1] is not shared:
+            if groups[-1].table is not shared.table:
                 shapes.add(("local", shape, *groups[-1].table.page.shape, groups[-1].table.deltas.shape[1]))
             done += count
         shapes |= states.shapes

@@ -80,7 +80,8 @@ class Family:
 
 def layer_parts(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Parts that a file must hold for a layer."""
-    if config.types[layer] == "recurrent":
+    # Not by `types`: a corrupt file may claim any number of layers.
+    if config.layer_types and config.layer_types[layer] == "recurrent":
         return ("attn_norm", *RECURRENT_PARTS, *MLP_PARTS)
     return (
         *LAYER_PARTS,
