@@ -17,4 +17,4 @@ from experiments.train_config import defaults
 
 def get_config() -> ml_collections.ConfigDict:
     """Every key can be overridden, see `experiments/train_config.py`."""
-    return defaults(name="tiny-hybrid", kind="hybrid")
+    return defaults(name="train_hybrid", kind="hybrid")

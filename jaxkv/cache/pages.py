@@ -160,7 +160,8 @@ def copy_slots(
       target: i32[n], as `slots` in `write_slots`; none is a source.
       turn: f32[n, K, H] to f32[n, K, H].
     """
-    raw, factors = _gather_slots(pages, layer, source)
+    gather = _gather_slots if append is None else _gather_slots_of_pages
+    raw, factors = gather(pages, layer, source)
     keys, values = jnp.split(_values(raw, factors, pages).astype(jnp.float32), 2, -1)
     copied = write_slots(pages, layer, target, turn(keys), values, append)
     if factors is None or copied.scale is None:
@@ -178,6 +179,18 @@ def _gather_slots(pages: KVPages, layer: int | Array, slots: Array) -> tuple[Arr
     at = page + layer * pages.num_pages, slice(None), offset
     raw = pages.kv.at[at].get(mode="promise_in_bounds")
     return raw, None if pages.scale is None else pages.scale.at[at].get(mode="promise_in_bounds")
+
+
+def _gather_slots_of_pages(pages: KVPages, layer: int | Array, slots: Array) -> tuple[Array, Array | None]:
+    """The same by way of whole pages: XLA on TPU lays the pool out anew to gather single slots."""
+    page, offset = slots // pages.page_size, slots % pages.page_size
+    row = page + layer * pages.num_pages
+
+    def pick(array: Array) -> Array:
+        whole = array.at[row].get(mode="promise_in_bounds")
+        return jnp.take_along_axis(whole, offset[:, None, None, None], axis=2)[:, :, 0]
+
+    return pick(pages.kv), None if pages.scale is None else pick(pages.scale)
 
 
 def read_slots(pages: KVPages, layer: int | Array, slots: Array) -> Array:

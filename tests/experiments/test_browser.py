@@ -38,6 +38,9 @@ TEXTS = """() => {
 }"""
 
 
+PATIENCE = 300_000  # ms; a browser that draws in software on a busy machine takes its time
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Headless Chromium. Where there is none the tests are skipped, and say what to install."""
@@ -66,6 +69,7 @@ def view(request: pytest.FixtureRequest, browser: Any, pages: dict[str, Path]) -
     """A page as opened in one colour scheme at one width; `view.problems` fills while it is used."""
     name, scheme, width = request.param
     context = browser.new_context(viewport={"width": WIDTHS[width], "height": 800}, color_scheme=scheme)
+    context.set_default_timeout(PATIENCE)
     page = context.new_page()
     page.problems, page.scheme = [], scheme
     page.on("console", lambda message: page.problems.append(f"{message.type}: {message.text}"))
