@@ -59,6 +59,18 @@ QUICK: dict[str, Any] = {
 }
 
 
+# What each of configs/families measures.
+FAMILY_EDITS: dict[str, Any] = {
+    "context": (600,),
+    "edits": ("delete", "insert"),
+    "positions": (0.25,),
+    "sizes": (48,),
+    "documents": 1,
+    "continuation": 32,
+    "chunk_size": 128,
+    "policies": ("exact", "drop", "no_rotation", "scr", "scr(form=copy)", "first_k(32)"),
+}
+
 _DEFAULT_EDITS = ("delete", "insert", "replace")
 
 

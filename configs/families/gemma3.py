@@ -16,7 +16,7 @@ ones: for that, give `--config.model`.
 
 import ml_collections
 
-from experiments.config import defaults
+from experiments.config import FAMILY_EDITS, defaults
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -24,19 +24,5 @@ def get_config() -> ml_collections.ConfigDict:
     return defaults(
         name="gemma3",
         model="tiny-random-gemma3",
-        context=(600,),
-        edits=("delete", "insert"),
-        positions=(0.25,),
-        sizes=(48,),
-        documents=1,
-        continuation=32,
-        chunk_size=128,
-        policies=(
-            "exact",
-            "drop",
-            "no_rotation",
-            "scr",
-            "scr(form=copy)",
-            "first_k(32)",
-        ),
+        **FAMILY_EDITS,
     )
