@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from recurrent_reference import hybrid_logits
-from tiny import NUM_PAGES, PAGE_SIZE
-from tiny_hybrid import CHUNK, hybrid_config, hybrid_model, hybrid_params
+from tiny import NUM_PAGES, PAGE_SIZE, sharp_params
+from tiny_hybrid import CHUNK, hybrid_config, hybrid_model
 from tolerances import tolerance
 
 import jaxkv
@@ -192,7 +192,7 @@ def test_an_edit_resumes_at_the_nearest_snapshot_before_it(
 def test_cold_equals_warm_bit_for_bit_on_the_chunk_grid(make: Make, text: Any, dtype: Any) -> None:
     """CASE 37: what is saved has the dtype of what the cold path goes on with, convolution inputs too."""
     config = hybrid_config(num_layers=2, layer_types=("recurrent", "global"))
-    params = hybrid_params(config, dtype=dtype)
+    params = sharp_params(config, dtype=dtype)
     name = jnp.dtype(dtype).name
     model = jaxkv.Model(
         config=config, params=params, tokenizer=None, name="tiny", dtype=name,

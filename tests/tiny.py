@@ -28,16 +28,16 @@ def tiny_config(**changes: Any) -> jaxkv.ModelConfig:
     return jaxkv.ModelConfig(**{**values, **changes})
 
 
-def sharp_params(config: jaxkv.ModelConfig, seed: int = 0) -> jaxkv.Params:
-    """Random weights whose attention is peaked and whose norms are not 1, so that mistakes show."""
-    params = jaxkv.init_params(config, seed)
+def sharp_params(config: jaxkv.ModelConfig, seed: int = 0, dtype: Any = np.float32) -> jaxkv.Params:
+    """Random weights whose attention is peaked, whose norms are not 1 and whose gates are not half open."""
+    params = jaxkv.init_params(config, seed, dtype)
     rng = np.random.default_rng(seed + 1)
 
     def change(path: tuple[Any, ...], leaf: Any) -> Any:
         name = path[-1].name
         if name.endswith("norm"):
             return jax.numpy.asarray(1 + 0.2 * rng.standard_normal(leaf.shape), leaf.dtype)
-        return leaf * {"embed": 3.0, "qkv": 1.8}.get(name, 1.0)
+        return leaf * {"embed": 3.0, "qkv": 1.8, "rates": 2.0, "attn_gate": 2.0}.get(name, 1.0)
 
     changed: jaxkv.Params = jax.tree.map_with_path(change, params)
     return changed

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from recurrent_reference import delta_loop, mixer_of
-from tiny_hybrid import SHAPE, hybrid_config, hybrid_params
+from tiny import sharp_params
+from tiny_hybrid import SHAPE, hybrid_config
 from tolerances import tolerance
 
 from jaxkv.model.deltanet import causal_conv, delta_chunks, delta_step, gated_delta_net, unit
@@ -91,7 +92,7 @@ def test_the_convolution_keeps_the_last_valid_inputs() -> None:
 
 def mixer_case(length: int, dtype: Any = jnp.float32) -> tuple[Any, Any, np.ndarray, jax.Array, jax.Array]:
     config = hybrid_config()
-    layer = hybrid_params(config, dtype=dtype).layers[0]
+    layer = sharp_params(config, dtype=dtype).layers[0]
     shape = config.recurrent
     h = np.random.default_rng(5).standard_normal((B, length, config.embed_dim)).astype(np.float32)
     conv = jnp.zeros((B, shape.channels, shape.conv_width - 1))

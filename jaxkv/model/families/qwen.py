@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import MappingProxyType
 from typing import Any
 
@@ -50,7 +51,8 @@ QWEN2 = Family(
     local_from="max_window_layers",
 )
 
-QWEN3 = Family(
+QWEN3 = dataclasses.replace(
+    QWEN2,
     name="qwen3",
     hf_names=(("qwen3", "Qwen3ForCausalLM"),),
     hf_defaults=MappingProxyType({**_DEFAULTS, "head_dim": 128}),
@@ -62,17 +64,6 @@ QWEN3 = Family(
             "mlp_bias": (None, False),
         }
     ),
-    hf_read=_READ,
-    hf_tensors=HF_TENSORS,
-    hf_derived_tensors=("rotary_emb.inv_freq",),
     gguf_architecture="qwen3",
-    gguf_only=_GGUF_ONLY,
-    gguf_read=GGUF_READ,
-    gguf_tensors=GGUF_TENSORS,
-    gguf_rope_factors="rope_freqs.weight",
-    gguf_interleaved=False,
     fixed=MappingProxyType({"qk_norm": True}),
-    window_key="sliding_window",
-    window_switch="use_sliding_window",
-    local_from="max_window_layers",
 )
