@@ -174,7 +174,12 @@ def _replay(
         if done.idle:
             break
         if not done.progressed and not done.preempted:
-            clock.wait_until(start + min(r.arrival for q, r in names.items() if q.arrival > clock.now()))
+            later = [request.arrival for request in names if request.arrival > clock.now()]
+            if later:
+                clock.wait_until(min(later))
+            elif not done.pending:
+                engine.run()  # raises, and names what holds the pages
+            # Otherwise a request arrived since the step looked at the clock: the next one admits it.
     stats = engine.stats()
     yield {
         "seconds": clock.now() - start - trace[0].arrival,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import json
 from collections import Counter
@@ -16,9 +17,11 @@ import pytest
 from experiments import prefix_trace
 from experiments.records import Record
 from experiments.report.trace import answer, summarize
+from experiments.subject import tiny_model
 from experiments.trace_config import SMOKE, TraceConfig, defaults, resolve
 from experiments.workloads.prefix_trace import make_trace, trace_digest
 from jaxkv.errors import ConfigError
+from jaxkv.serving.clock import ManualClock
 
 TOKENS = np.random.default_rng(1).integers(0, 200, 20_000).astype(np.int32)
 # One pool size, so that few steps are compiled; too small for the whole trace.
@@ -188,3 +191,29 @@ def test_ctrl_c_keeps_finished_cells(
     assert kept.count(b"\n") == 2
     assert prefix_trace.run(defaults(**values), tmp_path / "a", given=tuple(values)).finished == 4
     assert (tmp_path / "a" / "cases.jsonl").read_bytes().startswith(kept)
+
+
+class Leaping(ManualClock):
+    """A clock that stands still but for one look, at which every request has arrived."""
+
+    def __init__(self, look: int) -> None:
+        super().__init__()
+        self._left = look
+
+    def now(self) -> float:
+        self._left -= 1
+        if self._left == 0:
+            self.advance(1000.0)
+        return super().now()
+
+
+def test_a_request_may_arrive_at_any_look_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = resolve(defaults(**SMALL, rate=1.0), tuple(SMALL))
+    model = tiny_model()
+    requests = [dataclasses.replace(r, arrival=5.0) for r in make_trace(trace, TOKENS % 256, "poisson")[:1]]
+    for look in range(1, 9):
+        monkeypatch.setattr(prefix_trace, "WallClock", lambda look=look, **_: Leaping(look))
+        *_, record = prefix_trace._replay(
+            trace, model, requests, prefix_trace.Cell("poisson", 16, "lru", "prefix"), reuse=False
+        )
+        assert [r["id"] for r in record["requests"]] == [requests[0].id], look
