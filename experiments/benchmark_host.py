@@ -108,14 +108,14 @@ def turn(tokens: int, depth: int, branches: int, repeat: int, page: int = 16) ->
     )
     match, placement = admit()
     pool.fill(placement.segments[:, PAGE], placement.segments[:, 2])
-    segments = np.concatenate([match.segments, placement.segments])
 
     def forget(_: Any) -> None:
         node = index.node_at(A, prompt)
         assert node is not None
         index._remove(node, "evicted")
 
-    published = timed(lambda: index.insert(A, prompt, segments), forget, repeat)
+    # As an engine does: where the index has the warm part is known from the match.
+    published = timed(lambda: index.publish(A, prompt, placement.segments, since=match.place), forget, repeat)
     rows.append({"what": f"publish {NEW_TOKENS} new tokens", "where": where, **published})
     return rows
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cache.contract import PUBLIC
-from jaxkv.cache.domain import Domain
 from jaxkv.cache.sequence import Origin, Run, Sequence, merge_runs
 from jaxkv.cache.states import Pages
 from jaxkv.cache.table import bucket
@@ -221,7 +219,7 @@ def resume_edit(memory: Memory, sequence: Sequence, work: ReusePlan) -> Resume |
     if sequence.state is not None and len(sequence) <= limit:
         store.slots.retain(sequence.state)
         return Resume(len(sequence), sequence.state)
-    roots = _roots(sequence)
+    roots = sequence.contract.roots
     jumps = _jumps(memory, sequence, work) if work.states == "compose" else ()
     found = memory.index.snapshot(
         roots[0], work.tokens, limit=min(limit, sequence.exact_length), public=roots[1]
@@ -229,11 +227,6 @@ def resume_edit(memory: Memory, sequence: Sequence, work: ReusePlan) -> Resume |
     if found is None:
         return Resume(0, store.none, jumps) if jumps else None
     return Resume(*found, jumps)
-
-
-def _roots(sequence: Sequence) -> tuple[bytes, bytes]:
-    contract = sequence.contract
-    return contract.digest(), contract.within(Domain(), scope=PUBLIC).digest()
 
 
 def _jumps(memory: Memory, sequence: Sequence, work: ReusePlan) -> tuple[Jump, ...]:
@@ -245,7 +238,7 @@ def _jumps(memory: Memory, sequence: Sequence, work: ReusePlan) -> tuple[Jump, .
             f"policy '{work.policy}' composes states, expected an engine with keep_operators=True"
         )
     exact = sequence.tokens[: sequence.exact_length]
-    known = memory.index.all_snapshots(_roots(sequence), exact)
+    known = memory.index.all_snapshots(sequence.contract.roots, exact)
     jumps = []
     for span in work.spans:
         inside = np.arange(span.new, span.new + span.length)

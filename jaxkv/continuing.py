@@ -108,7 +108,8 @@ class Continuing(EngineCore):
                 sight=source.sight,
                 logits=decoded.logits,
                 state=state if len(decoded.tokens) else source.state,
-            )
+            ),
+            self._memory.places.get(source.id),
         )
         self._counters["generated"] += len(decoded.tokens)
         return Generation(

@@ -17,6 +17,7 @@ from jaxkv.cache.domain import Domain, as_domain
 from jaxkv.cache.dtypes import check_dtype, kv_token_bytes, scale_format
 from jaxkv.cache.eviction import LRU, EvictionPolicy, check_policy
 from jaxkv.cache.match import Cause, MatchEnd
+from jaxkv.cache.radix import Place
 from jaxkv.cache.sequence import (
     EMPTY_SEGMENTS,
     PAGE,
@@ -200,15 +201,16 @@ class EngineCore:
         length = len(tokens)
         segments, matched, end = EMPTY_SEGMENTS, 0, MatchEnd(Cause.DISABLED, 0)
         resume: Resume | None = None
+        place: Place | None = None
         if reuse:
             limit = length if self._grid == 1 else length - 1
             match = self._memory.match(contract, tokens, limit=limit)
-            segments, matched, end = match.segments, match.length, match.end
+            segments, matched, end, place = match.segments, match.length, match.end, match.place
             resume = None if match.state is None else Resume(match.resume, match.state)
         work = plan_prompt(tokens, segments, matched)
         try:
             result = self._apply(
-                work, contract, end, started, publish=reuse, priority=priority, resume=resume
+                work, contract, end, started, publish=reuse, priority=priority, resume=resume, place=place
             )
             if reuse:
                 self._memory.metrics.look_up(contract.domain, length, matched, end)
@@ -237,6 +239,7 @@ class EngineCore:
             grid_length=on_grid,
             priority=sequence.priority,
             resume=None if sequence.state is None else Resume(len(sequence), sequence.state),
+            place=self._memory.places.get(sequence.id),
         )
 
     @property
@@ -279,12 +282,14 @@ class EngineCore:
         publish: bool = True,
         priority: int = 0,
         resume: Resume | None = None,
+        place: Place | None = None,
     ) -> StepResult:
         """Executes a plan: materializes if asked, computes, hands out, publishes, reports.
 
         Args:
           grid_length: leading tokens that whole chunks computed, if the plan is not aligned itself.
           resume: where recurrent layers start; the caller keeps its reference.
+          place: where the index has the tokens of `work.prefix`, or some of them, if that is known.
         """
         memory = self._memory
         if memory.states is not None:
@@ -334,7 +339,8 @@ class EngineCore:
                     sight=self._sight,
                     logits=result,
                     state=done.state,
-                )
+                ),
+                None if place is None else place.within(work.prefix),
             )
         except BaseException:
             if done is not None:

@@ -136,6 +136,7 @@ class Engine(CacheControl, Batching, Revising):
                 grid_length=on_grid,
                 priority=sequence.priority,
                 resume=resume,
+                place=self._memory.places.get(sequence.id),
             )
         finally:
             self._memory.release_states([] if resume is None else resume.held)
@@ -221,7 +222,8 @@ class Engine(CacheControl, Batching, Revising):
     def fork(self, sequence: Sequence) -> Sequence:
         """A second handle on the same state, released on its own. Copies no KV."""
         self._require_live(sequence)
-        return self._memory.adopt(lambda id: dataclasses.replace(sequence, id=id))
+        place = self._memory.places.get(sequence.id)
+        return self._memory.adopt(lambda id: dataclasses.replace(sequence, id=id), place)
 
     def replace_params(self, params: Params, weights_digest: str, adapter_digest: str = "") -> None:
         """Takes new weights. Everything cached under the old ones is unreachable at once.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import time
 import weakref
@@ -18,15 +17,17 @@ from typing import Any, Protocol, TypeVar
 import jax
 import numpy as np
 
+from jaxkv.arrays import make_arrays
 from jaxkv.cache.contract import PUBLIC, CacheContract
 from jaxkv.cache.domain import Domain
 from jaxkv.cache.dtypes import kv_token_bytes
 from jaxkv.cache.eviction import LRU, CostPerByte, EvictionPolicy
 from jaxkv.cache.match import Cause, Match, MatchEnd
 from jaxkv.cache.metrics import Metrics
-from jaxkv.cache.pages import make_pages, poison_pages
+from jaxkv.cache.pages import poison_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.radix import Place
 from jaxkv.cache.residency import Residency
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, PAGE, Sequence, clip
 from jaxkv.cache.states import kv_groups, poison_states, spent
@@ -34,8 +35,7 @@ from jaxkv.cache.tiers import Tiers
 from jaxkv.cache.tree import Pin
 from jaxkv.errors import CapacityError, HandleError
 from jaxkv.model.backend import AUTO, Backend
-from jaxkv.model.config import LayerGroup, ModelConfig
-from jaxkv.parallel import make_placed
+from jaxkv.model.config import ModelConfig
 from jaxkv.recurrent import StateStore
 from jaxkv.reuse.ledger import attention_flops, token_flops
 from jaxkv.schedule import Placement, place
@@ -92,7 +92,9 @@ class Memory:
         self.poison = poison
         self.grid = grid
         self.clock = clock
-        self.eviction = _with_costs(eviction or LRU(), config)
+        self.eviction = eviction or LRU()
+        if isinstance(self.eviction, CostPerByte):
+            self.eviction = self.eviction.filled(token_flops(config), attention_flops(config))
         self._local_pages = local_pages
         self.residency = self._make_residency(num_pages, page_size)
         # What shortens a match to where every layer can go on: objects with a cause and a resume_point.
@@ -106,6 +108,7 @@ class Memory:
         self.tiers = tiers
         self.past: collections.deque[CacheContract] = collections.deque(maxlen=MOST_PAST)
         self.pool = PagePool(num_pages, page_size)
+        self.places: dict[int, Place] = {}  # where the index has what sequences begin with
         self.index = self._make_index()
         self.live: dict[int, Int32] = {}  # held pages of every sequence handed out, by id
         self._tails: dict[int, Int32] = {}  # those of them in its last window, where local pages are bounded
@@ -113,9 +116,10 @@ class Memory:
         self.evicted = 0  # pages taken from the index to make room
         self._lost = False
         self._collected: collections.deque[int] = collections.deque()
-        self.pages = self._make_pages()
+        self.pages = make_arrays(self)
 
     def _make_index(self) -> PrefixIndex:
+        self.places.clear()
         index = PrefixIndex(
             self.pool,
             grid=self.grid,
@@ -137,40 +141,6 @@ class Memory:
     def _make_residency(self, num_pages: int, page_size: int) -> Residency | None:
         return make_residency(self.config, num_pages, page_size, self._local_pages, self.grid)
 
-    def _make_pages(self) -> Pages:
-        try:
-            pages = tuple(
-                make_placed(
-                    functools.partial(
-                        make_pages,
-                        self.config,
-                        group,
-                        num_pages=self._group_pages(group),
-                        page_size=self.pool.page_size,
-                        dtype=self.kv_dtype,
-                        platform=self.backend.storage_platform,
-                    ),
-                    self.backend.mesh,
-                )
-                for group in self.config.groups
-            )
-        except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            size = self.pool.num_pages * self.page_bytes / 2**30
-            raise CapacityError(
-                f"num_pages is {self.pool.num_pages}, about {size:,.1f} GiB in {self.kv_dtype}, expected a "
-                "pool that fits the device's memory"
-            ) from error
-        if self.poison:
-            pages = tuple(poison_pages(group, np.arange(group.num_pages, dtype=np.int32)) for group in pages)
-        if self.states is None:
-            return pages
-        make = functools.partial(self.states.make_pool, self.backend.storage_platform, poison=self.poison)
-        return (*pages, make_placed(make, self.backend.mesh))
-
-    def _group_pages(self, group: LayerGroup) -> int:
-        held = self.residency
-        return held.capacity if held is not None and group.window else self.pool.num_pages
-
     def begin(self) -> None:
         """Starts a call: lets go what was collected or expired, and mends what the last call broke."""
         if spent(self.pages):
@@ -185,7 +155,7 @@ class Memory:
                 self.residency = self._make_residency(self.pool.num_pages, self.pool.page_size)
                 assert self.residency is not None
                 self.resumes.append(self.residency)
-            self.pages = self._make_pages()
+            self.pages = make_arrays(self)
         elif self.interrupted:
             # It may have struck between an array operation and its note: only the sequences that were
             # handed out are certain.
@@ -243,7 +213,7 @@ class Memory:
 
     def match(self, contract: CacheContract, tokens: Int32, *, limit: int) -> Match:
         """The longest cached prefix that `contract`'s domain may read, pinned: release its pages."""
-        root, public = contract.digest(), contract.within(Domain(), scope=PUBLIC).digest()
+        root, public = contract.roots
         match = self.index.match(root, tokens, limit=limit, public=public)
         match = complete(self, contract, tokens, limit, match)
         match = shortened(self, match)
@@ -253,8 +223,7 @@ class Memory:
 
     def peek(self, contract: CacheContract, tokens: Int32, *, limit: int) -> tuple[int, Int32]:
         """Tokens that `match` would find in the pool, and their pages. Pins, ages and restores nothing."""
-        roots = (contract.digest(), contract.within(Domain(), scope=PUBLIC).digest())
-        found = [self.index.peek(root, tokens, limit=limit) for root in roots]
+        found = [self.index.peek(root, tokens, limit=limit) for root in contract.roots]
         length, segments = max(found, key=lambda each: each[0])
         length, cause = resume_point(self, segments, length)
         return length, (segments if cause is None else clip(segments, 0, length))[:, PAGE]
@@ -272,26 +241,40 @@ class Memory:
     def publish(self, sequence: Sequence, limit: int, states: tuple[tuple[int, int], ...] = ()) -> None:
         """Offers the exact prefix of a sequence to its domain: after the step returned, never before.
 
+        What the index has of it is known from the sequence that it grew from, so only what is new is read.
         `states`: positions and slots, of which those behind exact tokens alone are kept.
         """
-        prefix = sequence.exact_prefix(limit)
-        self.insert(sequence.contract, prefix.tokens, prefix.segments, sequence.priority)
+        root = sequence.contract.digest()
+        place = self.index.confirm(root, self.places.get(sequence.id), len(sequence))
+        prefix = sequence.exact_prefix(limit, since=place.position if place else 0)
+        place = self.insert(sequence.contract, prefix.tokens, prefix.segments, sequence.priority, place)
+        if place is not None:
+            self.places[sequence.id] = place
         exact = [state for state in states if state[0] <= len(prefix.tokens)]
         if exact:
-            self.index.keep_states(sequence.contract.digest(), prefix.tokens, exact)
+            self.index.keep_states(root, prefix.tokens, exact, place)
 
-    def insert(self, contract: CacheContract, tokens: Int32, segments: Int32, priority: int = 0) -> None:
-        """Puts exact KV into the index and keeps the domain within its quota."""
-        root, public = contract.digest(), contract.within(Domain(), scope=PUBLIC).digest()
-        self.index.insert(
+    def insert(
+        self,
+        contract: CacheContract,
+        tokens: Int32,
+        segments: Int32,
+        priority: int = 0,
+        since: Place | None = None,
+    ) -> Place | None:
+        """Puts exact KV into the index and keeps the domain within its quota; see `PrefixIndex.publish`."""
+        root, public = contract.roots
+        place = self.index.publish(
             root,
             tokens,
             segments,
+            since=since,
             contract=contract,
             priority=priority,
             public=public if public != root else None,
         )
         self._enforce(root)
+        return place
 
     def _enforce(self, root: bytes) -> None:
         freed = self.index.enforce(root)
@@ -319,14 +302,19 @@ class Memory:
         """Makes the slots that a returned step wrote count."""
         self.pool.fill(*placement.filled)
 
-    def adopt(self, make: Callable[[int], Sequence]) -> Sequence:
-        """Hands a sequence out under a new id, holding its pages until it is released or collected."""
+    def adopt(self, make: Callable[[int], Sequence], place: Place | None = None) -> Sequence:
+        """Hands a sequence out under a new id, holding its pages until it is released or collected.
+
+        `place`: where the index has tokens that it begins with, if that is known.
+        """
         sequence = make(next(_ids))
         held = sequence.held_pages
         # A finalizer may run in the middle of anything: it only leaves a note for the next call.
         weakref.finalize(sequence, self._collected.append, sequence.id)
         self.pool.retain(held)
         self.live[sequence.id] = held
+        if place is not None:
+            self.places[sequence.id] = place
         if self.residency is not None:
             self._tails[sequence.id] = self.residency.tail(sequence.table_segments, len(sequence))
         if self.states is not None and sequence.state is not None:
@@ -336,6 +324,7 @@ class Memory:
     def let_go(self, sequence: int) -> None:
         """Releases what a sequence handed out holds, if it still does."""
         held = self.live.pop(sequence, None)
+        self.places.pop(sequence, None)
         if self.states is not None:
             self.states.let_go(sequence)
         if held is not None:
@@ -402,14 +391,3 @@ class Memory:
             self.states.check()
         if self.residency is not None:
             self.residency.check(np.flatnonzero(self.pool.refcount > 0).astype(np.int32))
-
-
-def _with_costs(policy: EvictionPolicy, config: ModelConfig) -> EvictionPolicy:
-    """The policy with the model's costs where it needs them and was given none."""
-    if not isinstance(policy, CostPerByte):
-        return policy
-    token, attention = policy.token_flops, policy.attention_flops
-    return CostPerByte(
-        token_flops=token_flops(config) if token is None else token,
-        attention_flops=attention_flops(config) if attention is None else attention,
-    )

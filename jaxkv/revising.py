@@ -53,7 +53,8 @@ class Revising(EngineCore):
             chunk_size=self.chunk_size,
         )
         try:
-            made = self._memory.adopt(lambda id: dataclasses.replace(sequence, id=id, **done.changes))
+            place = self._memory.places.get(sequence.id)
+            made = self._memory.adopt(lambda id: dataclasses.replace(sequence, id=id, **done.changes), place)
         finally:
             self._memory.release(done.fresh)
         self._publish(made)

@@ -202,3 +202,30 @@ def test_a_batch_that_fails_half_way_through_placement_leaks_nothing(
         engine.generate_batch(rows, max_tokens=80)
     engine.check()
     assert engine.stats() == before
+
+
+def test_a_turn_publishes_what_is_new_and_reads_nothing_else(
+    make_engine: Engines, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill, extend, generate, fork, edit and heal know what the index has of their text already."""
+    read: list[int] = []
+    publish = jaxkv.PrefixIndex.publish
+
+    def counted(self: Any, root: bytes, tokens: Any, segments: Any, **options: Any) -> Any:
+        since = options["since"]
+        read.append(len(tokens) - (since.position if since else 0))
+        return publish(self, root, tokens, segments, **options)
+
+    monkeypatch.setattr(jaxkv.PrefixIndex, "publish", counted)
+    engine, tokens = make_engine(), text(200)
+    first = engine.prefill(tokens[:100]).sequence
+    longer = engine.extend(engine.fork(first), tokens[100:120]).sequence
+    told = engine.generate(longer, max_tokens=7, stop=()).sequence
+    again = engine.prefill(np.append(told.tokens, 5)).sequence
+    new = np.delete(again.tokens, slice(60, 70))
+    engine.edit(again, new, jaxkv.Exact())
+    assert read == [100, 20, 7, 1, len(new) - 60]
+    stale = engine.edit(again, new, jaxkv.SCR(min_span=4, tail=2)).sequence
+    engine.heal(stale, tokens=20)
+    assert read[5:] == [0, 20]
+    assert engine.stats()["index_tokens"] == 127 + 1 + len(new) - 60

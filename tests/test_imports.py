@@ -18,6 +18,7 @@ FLOORS = (
     ("model",),
     ("steps",),
     (
+        "arrays",
         "checks",
         "parallel",
         "processes",

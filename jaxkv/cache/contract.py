@@ -133,6 +133,11 @@ class CacheContract:
             found += named or [(field.name, ours, theirs)]
         return tuple(found)
 
+    @functools.cached_property
+    def roots(self) -> tuple[bytes, bytes]:
+        """Roots under which a prompt of this domain is looked up: its own, and that of declared prefixes."""
+        return self.digest(), self.within(Domain(), scope=PUBLIC).digest()
+
     @property
     def domain(self) -> Domain:
         """Whose KV it is."""

@@ -88,6 +88,14 @@ class CostPerByte:
             if value is not None and (isinstance(value, bool) or not value >= 0):
                 raise ConfigError(f"CostPerByte.{name} is {value!r}, expected 0 or more")
 
+    def filled(self, token_flops: float, attention_flops: float) -> CostPerByte:
+        """The same with a model's costs where none are given."""
+        token, attention = self.token_flops, self.attention_flops
+        return CostPerByte(
+            token_flops=token_flops if token is None else token,
+            attention_flops=attention_flops if attention is None else attention,
+        )
+
     def cost(self, start: int, end: int) -> float:
         """FLOPs that recomputing positions start..end-1 takes."""
         tokens, attended = end - start, (end**2 - start**2) / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from jaxkv.cache.radix import Place
 from jaxkv.cache.sequence import PAGE
 from jaxkv.typing import Int32
 
@@ -78,6 +79,7 @@ class Match:
     end: MatchEnd
     resume: int = 0  # recurrent layers: position of the deepest snapshot at or before the end
     state: int | None = None  # its slot, with a reference for the caller; None where there is none
+    place: Place | None = None  # where the index has these tokens
 
     @property
     def pages(self) -> Int32:

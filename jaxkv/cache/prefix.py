@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from jaxkv.cache.contract import CacheContract
 from jaxkv.cache.match import Cause, Match, MatchEnd
 from jaxkv.cache.pool import as_int32
-from jaxkv.cache.radix import TOKEN_BYTES, Node, cut, require_exact, rows_along
+from jaxkv.cache.radix import TOKEN_BYTES, Node, Place, cut, exact_rows, path_to, rows_along
 from jaxkv.cache.retention import Retention, pin_ids
 from jaxkv.cache.sequence import FIRST, HI, PAGE
 from jaxkv.cache.snapshots import Snapshot
@@ -93,9 +94,10 @@ class PrefixIndex(Retention):
         segments = rows_along(path, length)
         self.pool.retain_held(segments[:, PAGE])
         state = self._snapshot(paths, min(length, len(prompt) - 1))
+        place = Place(path[-1], length) if path else None
         if state is None:
-            return Match(length, segments, end)
-        return Match(length, segments, end, state.position, state.slot)
+            return Match(length, segments, end, place=place)
+        return Match(length, segments, end, state.position, state.slot, place)
 
     def snapshot(
         self, root: bytes, tokens: Int32, *, limit: int, public: bytes | None = None
@@ -119,14 +121,17 @@ class PrefixIndex(Retention):
                 found |= {p: s.slot for p, s in states if p <= end.position and p not in found}
         return found
 
-    def keep_states(self, root: bytes, tokens: Int32, states: list[tuple[int, int]]) -> None:
+    def keep_states(
+        self, root: bytes, tokens: Int32, states: list[tuple[int, int]], since: Place | None = None
+    ) -> None:
         """Keeps states (position, slot) beside what is cached of a text; where there is one, it stays.
 
-        The index takes references of its own; those of the caller are untouched.
+        The index takes references of its own; those of the caller are untouched. `since`: as in `publish`.
         """
         if self.snapshots is None:
             return
-        path, end = self._walk(root, tokens, tokens.tobytes())
+        since = self.confirm(root, since, len(tokens))
+        path, end = self._walk(root, tokens, tokens[since.position if since else 0 :].tobytes(), since)
         for position, slot in states:
             if 0 < position <= end.position and position % self.grid == 0:
                 self.snapshots.add(path, position, slot)
@@ -143,30 +148,57 @@ class PrefixIndex(Retention):
         self.snapshots.use(deepest, self.clock())
         return deepest
 
-    def insert(
+    def confirm(self, root: bytes, place: Place | None, length: int) -> Place | None:
+        """What still holds of a place, for the first `length` tokens of its text; None if nothing does.
+
+        A node's path from its root is the same tokens for as long as it is in the tree: a split puts a node
+        above it, and cutting it short takes tokens off its end.
+        """
+        if place is None:
+            return None
+        node, position = place.node, min(place.position, place.node.end, length) // self.grid * self.grid
+        if node.tree is not self._trees.get(root) or node.parent is None:
+            return None
+        while position <= node.start:
+            node = node.parent
+            if node.parent is None:
+                return None
+        return Place(node, position)
+
+    def insert(self, root: bytes, tokens: npt.ArrayLike, segments: Int32, **options: Any) -> int:
+        """`publish`, which has the options; returns tokens that were not cached before."""
+        before = self.tokens
+        self.publish(root, tokens, segments, **options)
+        return self.tokens - before
+
+    def publish(
         self,
         root: bytes,
         tokens: npt.ArrayLike,
         segments: Int32,
         *,
+        since: Place | None = None,
         contract: CacheContract | None = None,
         priority: int = 0,
         public: bytes | None = None,
-    ) -> int:
+    ) -> Place | None:
         """Indexes the KV of a prompt. Where its tokens are cached already, the first copy stays.
 
         The index takes references of its own for what it keeps; those of the caller are untouched.
-        Nothing goes for it: where the domain has a quota, `enforce` comes next.
+        Nothing goes for it: where the domain has a quota, `enforce` comes next. With `since`, the work
+        grows with the tokens behind it and with the nodes of its path, not with the prompt.
 
         Args:
           root: the digest of the cache contract.
           tokens: i32[n], all exact; nothing else may get here (`Sequence.exact_prefix`).
-          segments: i32[W, 4], positions 0..n-1 in order, written slots where they were born.
+          segments: i32[W, 4], positions 0..n-1 in order, written slots where they were born; with `since`,
+            from its position on.
+          since: as `confirm` gives it, where the index has leading tokens: those are not compared again.
           contract: of which `root` is the digest; without it no quota holds and nothing is spilled.
           priority: for the policy of that name; entries keep the highest they were given.
           public: the root of declared prefixes, whose pages no quota counts.
         Returns:
-          Tokens that were not cached before.
+          Where the index has the tokens now; None if there are none.
         Raises:
           ContractError: a slot does not stand where it was born: relocated KV is private.
           HandleError: the segments do not cover the tokens, or a slot is not written or not held.
@@ -174,15 +206,17 @@ class PrefixIndex(Retention):
         """
         prompt = as_int32("tokens", tokens, TokenError)
         n = len(prompt)
-        require_exact(segments, n, self.pool)
+        since = self.confirm(root, since, n)
+        start = since.position if since else 0
+        text = prompt[start:].tobytes()
+        path, end = self._walk(root, prompt, text, since)
+        now, at = self.clock(), end.position // self.grid * self.grid
         if n % self.grid:
             raise HandleError(f"{n} tokens are published, expected a multiple of the grid {self.grid}")
+        rows = exact_rows(segments, start, at, n, self.pool)
         if n == 0:
-            return 0
+            return None
         tree = self._tree_for(root, contract)
-        text = prompt.tobytes()
-        path, end = self._walk(root, prompt, text)
-        now, at = self.clock(), end.position // self.grid * self.grid
         while path and path[-1].start >= at:  # they agree in less than their first chunk
             path.pop()
         if path and at < min(path[-1].end, n):
@@ -192,13 +226,13 @@ class PrefixIndex(Retention):
             for node in path:
                 node.priority = max(node.priority, priority)
         if at == n:
-            return 0
+            return Place(path[-1], n)
         parent = path[-1] if path else tree.top
-        leaf = Node(tree, parent, at, text[TOKEN_BYTES * at :], cut(segments, at, n), self._stamp)
+        leaf = Node(tree, parent, at, text[TOKEN_BYTES * (at - start) :], rows, self._stamp)
         leaf.used = leaf.created = now
         leaf.priority, leaf.floor = priority, self._floor
         if tree.quota is not None and public is not None and public in self._trees:
-            leaf.shared_until = self._shared(public, prompt, text, segments)
+            leaf.shared_until = self._shared(public, prompt, [*path, leaf])
         self._take(leaf.segments[:, PAGE])
         key = self._file(leaf)
         parent.children[key] = leaf
@@ -210,7 +244,7 @@ class PrefixIndex(Retention):
             owner.tokens += n - at
         tree.rows += leaf.charge
         tree.newest = leaf
-        return n - at
+        return Place(leaf, n)
 
     def pin(self, root: bytes, tokens: npt.ArrayLike, until: float | None) -> Pin:
         """Keeps the cached prefix of a text until a time on the index's clock, or until `unpin`.
@@ -252,51 +286,67 @@ class PrefixIndex(Retention):
 
     def renew(self, node: Node) -> None:
         """Makes a node and those above it the ones used last."""
-        path: list[Node] = []
-        at: Node | None = node
-        while at is not None and at.parent is not None:
-            path.append(at)
-            at = at.parent
-        self._touch(path, self.clock(), uses=0)
+        self._touch(path_to(node), self.clock(), uses=0)
 
-    def _shared(self, public: bytes, prompt: Int32, text: bytes, segments: Int32) -> int:
-        """Leading tokens whose KV is that of a declared prefix: the same pages, not only the same text."""
-        path, end = self._walk(public, prompt, text)
-        theirs = rows_along(path, end.position)[:, PAGE]
-        ours = segments[: len(theirs), PAGE]
-        rows = len(ours) if np.array_equal(ours, theirs[: len(ours)]) else int((ours != theirs).argmax())
-        return int(segments[rows - 1, FIRST] + segments[rows - 1, HI]) if rows else 0
+    def _shared(self, public: bytes, prompt: Int32, path: list[Node]) -> int:
+        """Leading tokens whose KV is that of a declared prefix: the same pages, not only the same text.
 
-    def _walk(self, root: bytes, tokens: Int32, text: bytes) -> tuple[list[Node], MatchEnd]:
-        """Nodes from below a root that agree with `text`, the last one maybe in part.
+        `path` leads to a new node; where sharing ended in front of it, nothing is compared.
+        """
+        if len(path) > 1 and path[-2].shared_until < path[-2].end:
+            return path[-2].shared_until
+        theirs, end = self._walk(public, prompt, prompt.tobytes())
+        found = rows_along(theirs, end.position)[:, PAGE]
+        segments = rows_along(path, len(prompt))
+        ours = segments[: len(found), PAGE]
+        same = len(ours) if np.array_equal(ours, found[: len(ours)]) else int((ours != found).argmax())
+        return int(segments[same - 1, FIRST] + segments[same - 1, HI]) if same else 0
 
-        `text` is the bytes of the tokens that are wanted, a prefix of `tokens`.
+    def _walk(
+        self, root: bytes, tokens: Int32, text: bytes, since: Place | None = None
+    ) -> tuple[list[Node], MatchEnd]:
+        """Nodes from below a root that agree with a text, the last one maybe in part.
+
+        Args:
+          root: the contract's.
+          tokens: i32[n], the whole text.
+          text: bytes of the tokens that are wanted, those in front of `since` left out.
+          since: a confirmed place: what is in front of it is not compared.
         """
         path: list[Node] = []
-        wanted, grid = len(text) // TOKEN_BYTES, TOKEN_BYTES * self.grid
         tree = self._trees.get(root)
+        at = base = since.position if since else 0
+        wanted, grid = base + len(text) // TOKEN_BYTES, TOKEN_BYTES * self.grid
         if wanted and (tree is None or tree.empty):
             why = self.ghosts.find(root, text[:grid], text, 0)
             return path, MatchEnd(Cause(why) if why else Cause.ABSENT, 0)
-        node, at = None if tree is None else tree.top, 0
+        node = None if tree is None else tree.top
+        if since is not None:
+            node, path = since.node, path_to(since.node)
+            if at < node.end:
+                known = TOKEN_BYTES * (at - node.start)
+                rest = node.key[known : known + len(text)]
+                if not text.startswith(rest):
+                    return path, MatchEnd(Cause.TOKENS, at + _first_unequal(rest, tokens[at:]))
+                at += len(rest) // TOKEN_BYTES
         while at < wanted:
             assert node is not None
             if wanted - at < self.grid:
                 return path, MatchEnd(Cause.GRANULARITY, at)
-            key = text[TOKEN_BYTES * at : TOKEN_BYTES * at + grid]
+            here = TOKEN_BYTES * (at - base)
+            key = text[here : here + grid]
             child = node.children.get(key)
             if child is None:
-                why = self.ghosts.find(node.uid, key, text, TOKEN_BYTES * at)
+                why = self.ghosts.find(node.uid, key, text, here)
                 if why:
                     return path, MatchEnd(Cause(why), at)
                 differs = Cause.TOKENS if self.grid == 1 else Cause.CHUNK
                 return path, MatchEnd(differs if node.children else Cause.EXHAUSTED, at)
             path.append(child)
-            if not text.startswith(child.key, TOKEN_BYTES * at):
-                if not child.key.startswith(text[TOKEN_BYTES * at :]):
-                    run = child.tokens[: wanted - at]
-                    unequal = run != tokens[at : at + len(run)]
-                    return path, MatchEnd(Cause.TOKENS, at + int(unequal.argmax()))
+            if not text.startswith(child.key, here):
+                if not child.key.startswith(text[here:]):
+                    run = child.key[: len(text) - here]
+                    return path, MatchEnd(Cause.TOKENS, at + _first_unequal(run, tokens[at:]))
                 break
             at, node = child.end, child
         if wanted == len(tokens):
@@ -336,3 +386,9 @@ class PrefixIndex(Retention):
         tree.nodes += 1
         tree.rows += head.charge + node.charge - charge
         return head
+
+
+def _first_unequal(run: bytes, tokens: Int32) -> int:
+    """How many tokens of two different runs agree; the first is no longer than the second."""
+    ours = np.frombuffer(run, np.int32)
+    return int((ours != tokens[: len(ours)]).argmax())

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jaxkv.cache.pool import PagePool
-from jaxkv.cache.sequence import EMPTY_SEGMENTS, FIRST, HI, LO, PAGE, frozen
+from jaxkv.cache.sequence import EMPTY_SEGMENTS, FIRST, HI, LO, PAGE, frozen, rows_of
 from jaxkv.errors import ContractError, HandleError
 from jaxkv.typing import Int32
 
@@ -117,14 +117,34 @@ class Node:
         return np.frombuffer(self.key, np.int32)
 
 
+class Place(NamedTuple):
+    """Where the index has, or had, the first `position` tokens of a text: in `node` and those above it.
+
+    A hint, kept beside a sequence: `PrefixIndex.confirm` says what is left of it.
+    """
+
+    node: Node
+    position: int
+
+    def within(self, length: int) -> Place:
+        """The same for no more than the first `length` tokens."""
+        return Place(self.node, min(self.position, length))
+
+
+def path_to(node: Node) -> list[Node]:
+    """The nodes from below the root to a node, itself included."""
+    path = []
+    at: Node | None = node
+    while at is not None and at.parent is not None:
+        path.append(at)
+        at = at.parent
+    path.reverse()
+    return path
+
+
 def text_to(node: Node) -> bytes:
     """The bytes of all tokens from position 0 to the end of a node."""
-    parts = []
-    at: Node | None = node
-    while at is not None:
-        parts.append(at.key)
-        at = at.parent
-    return b"".join(reversed(parts))
+    return b"".join([each.key for each in path_to(node)])
 
 
 def below(top: Node) -> Iterator[Node]:
@@ -138,10 +158,7 @@ def below(top: Node) -> Iterator[Node]:
 
 def cut(segments: Int32, start: int, end: int) -> Int32:
     """The part of gapless `segments` that stands at positions start..end-1. A new array."""
-    begins = segments[:, FIRST] + segments[:, LO]
-    # int32 keys: searchsorted would convert the whole array to the type of a Python int.
-    first, last = np.searchsorted(begins, np.array([start + 1, end], np.int32))
-    part = segments[first - 1 : last].copy()
+    part = segments[slice(*rows_of(segments, start, end))].copy()
     part[0, LO] = start - part[0, FIRST]
     part[-1, HI] = min(part[-1, HI], end - part[-1, FIRST])
     return frozen(part)
@@ -176,8 +193,12 @@ def rows_along(path: list[Node], length: int) -> Int32:
     return frozen(rows)
 
 
-def require_exact(segments: Int32, n: int, pool: PagePool) -> None:
-    """Raises unless `segments` hold positions 0..n-1, each in a written slot that was born there.
+def exact_rows(segments: Int32, start: int, at: int, n: int, pool: PagePool) -> Int32:
+    """The rows of positions at..n-1 out of `segments`, which hold start..n-1; each slot was born there.
+
+    Only these rows are read, so that publishing costs what is new, and that is enough: rows before `at` are
+    not taken, as the index has these tokens already. What it has came through here when it was new, and it
+    stays exact: slots are written once, and a page keeps its birth while the index holds it.
 
     Raises:
       ContractError: a slot does not stand where it was born.
@@ -185,32 +206,40 @@ def require_exact(segments: Int32, n: int, pool: PagePool) -> None:
     """
     if segments.ndim != 2 or segments.shape[1] != 4 or segments.dtype != np.int32:
         raise HandleError(f"segments are {segments.dtype}{list(segments.shape)}, expected int32[W, 4]")
-    if not len(segments) or not n:
-        if len(segments) or n:
-            raise HandleError(f"{len(segments)} segments are given for {n} tokens")
-        return
-    page, lo, hi, first = np.ascontiguousarray(segments.T)
+    if not len(segments) or n == start:
+        if len(segments) or n != start:
+            raise HandleError(f"{len(segments)} segments are given for {n - start} tokens")
+        return segments
+    # Python integers: as int32 scalars, sums could wrap.
+    (_, low, _, born), (_, _, high, last) = segments[0].tolist(), segments[-1].tolist()
+    if last + high != n:
+        raise HandleError(f"segments end at position {last + high}, expected the token count {n}")
+    if at == n and born + low == start:
+        return segments[:0]
+    row, _ = rows_of(segments, at, n)
+    rows = segments[row:]
+    page, lo, hi, first = np.ascontiguousarray(rows.T)
     begin, end = first + lo, first + hi
-    if end[-1] != n:
-        raise HandleError(f"segments end at position {end[-1]}, expected the token count {n}")
-    if begin[0] or lo.min() < 0 or (begin >= end).any() or (begin[1:] != end[:-1]).any():
+    gaps = born + low != start or begin[0] > at or end[0] <= at
+    if gaps or lo.min() < 0 or (begin >= end).any() or (begin[1:] != end[:-1]).any():
         raise HandleError(
-            f"segments overlap, leave gaps or are empty, expected positions 0 to {n - 1} in order"
+            f"segments overlap, leave gaps or are empty, expected positions {start} to {n - 1} in order"
         )
     if page.view(np.uint32).max() >= pool.num_pages:
         raise HandleError(f"segments name pages outside 0 to {pool.num_pages - 1}")
     if (moved := first != pool.birth[page]).any():
-        at = int(moved.argmax())
+        bad = int(moved.argmax())
         raise ContractError(
-            f"page {page[at]} stands at {first[at]} and was born at {pool.birth[page[at]]}, "
+            f"page {page[bad]} stands at {first[bad]} and was born at {pool.birth[page[bad]]}, "
             "expected exact KV only: relocated KV is private to its sequence"
         )
     if (unwritten := (hi > pool.filled[page]) | (pool.refcount[page] == 0)).any():
-        at = int(unwritten.argmax())
+        bad = int(unwritten.argmax())
         raise HandleError(
-            f"page {page[at]} has {pool.filled[page[at]]} slots written and "
-            f"{pool.refcount[page[at]]} references, expected a held page written up to {hi[at]}"
+            f"page {page[bad]} has {pool.filled[page[bad]]} slots written and "
+            f"{pool.refcount[page[bad]]} references, expected a held page written up to {hi[bad]}"
         )
+    return cut(rows, at, n)
 
 
 def check_node(node: Node, pool: PagePool, grid: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 import hashlib
@@ -83,7 +84,8 @@ class ExactPrefix:
     """What may enter the prefix index, and the only thing that may: see `Sequence.exact_prefix`."""
 
     tokens: Int32  # i32[n]
-    segments: Int32  # i32[W, 4], positions 0..n-1 in order, each slot at its birth
+    segments: Int32  # i32[W, 4], positions start..n-1 in order, each slot at its birth
+    start: int = 0  # tokens before it are in the index already
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,11 +145,15 @@ class Sequence:
             added = Run(len(self), end, Origin.EXACT)
         return merge_runs([*self.provenance, added])
 
-    def exact_prefix(self, limit: int | None = None) -> ExactPrefix:
-        """The leading tokens (at most `limit`) that are exact and so may be shared."""
+    def exact_prefix(self, limit: int | None = None, since: int = 0) -> ExactPrefix:
+        """The leading tokens (at most `limit`) that are exact and so may be shared.
+
+        Their segments from position `since` on: those before it are in the index.
+        """
         length = self.exact_length if limit is None else min(self.exact_length, limit)
         length = min([length, *(run.start for run in self.provenance if run.delta)])
-        return ExactPrefix(self.tokens[:length], clip(self.segments, 0, length))
+        start = min(since, length)
+        return ExactPrefix(self.tokens[:length], clip(self.segments, start, length), start)
 
 
 def starts(segments: Int32) -> Int32:
@@ -162,14 +168,21 @@ def ends(segments: Int32) -> Int32:
 
 def clip(segments: Int32, start: int, end: int) -> Int32:
     """The parts of `segments` (sorted by position) that stand in start..end-1. A new array."""
-    # int32 bounds: with Python integers NumPy would convert the whole array first.
-    a = int(np.searchsorted(ends(segments), np.int32(start), side="right"))
-    b = int(np.searchsorted(starts(segments), np.int32(end), side="left"))
-    out = segments[a:b].copy()
+    out = segments[slice(*rows_of(segments, start, end))].copy()
     if len(out):
         out[:, LO] = np.maximum(out[:, LO], start - out[:, FIRST])
         out[:, HI] = np.minimum(out[:, HI], end - out[:, FIRST])
     return frozen(out)
+
+
+def rows_of(segments: Int32, start: int, end: int) -> tuple[int, int]:
+    """The rows of `segments` (sorted by position) that reach into start..end-1: the first, and the end.
+
+    The work grows with the logarithm of the rows: no array operation is as long as the sequence.
+    """
+    item, rows = segments.item, range(len(segments))
+    first = bisect.bisect_right(rows, start, key=lambda i: item(i, FIRST) + item(i, HI))
+    return first, bisect.bisect_left(rows, end, first, key=lambda i: item(i, FIRST) + item(i, LO))
 
 
 def shift(segments: Int32, distance: int) -> Int32:
