@@ -13,7 +13,6 @@ from jaxkv.checks import check_seconds, check_tokens
 from jaxkv.core import EngineCore, interruptible
 from jaxkv.errors import ConfigError, HandleError
 from jaxkv.persistence import CacheLoaded, CacheSaved, load, save
-from jaxkv.recurrent import refuse
 from jaxkv.results import Reuse
 from jaxkv.windows import refuse_bound
 
@@ -101,15 +100,15 @@ class CacheControl(EngineCore):
 
     @interruptible
     def set_quota(self, domain: str | Domain, quota_bytes: int | None) -> None:
-        """Limits the KV that a domain may have cached, in bytes; None lifts the limit.
+        """Limits the KV and snapshots that a domain may have cached, in bytes; None lifts the limit.
 
-        Where the domain has more, its own entries go, in the eviction policy's order. Domains whose
-        quotas together fit into the pool beside all running sequences never evict each other.
+        It holds in the pool, in host memory and on disk, in each of them. Where the domain has more, its own
+        entries go, in the eviction policy's order, in tiers the oldest first. Domains whose quotas together
+        fit into the pool beside all running sequences never evict each other.
         """
-        refuse(self.config, "a quota", "no limit by domain")
         contract = self._contract.within(as_domain(domain))
         self._memory.begin()
-        self._memory.set_quota(contract, self._quota_pages(quota_bytes, self._memory.pool.page_size))
+        self._memory.set_quota(contract, self._check_quota(quota_bytes))
 
     @interruptible
     def save_cache(self, path: str | Path) -> CacheSaved:
@@ -122,7 +121,6 @@ class CacheControl(EngineCore):
           FormatError: `path` holds something else.
           OSError: it cannot be written.
         """
-        refuse(self.config, "a saved cache", "a cache in memory")
         self._memory.begin()
         refuse_bound(self._memory, "a saved cache")
         return save(self._memory, self._contract, path)
@@ -137,7 +135,6 @@ class CacheControl(EngineCore):
           FormatError: not a saved cache, or a damaged one; says what is wrong.
           ContractError: saved under another contract; names the first field that differs.
         """
-        refuse(self.config, "a saved cache", "a cache in memory")
         self._memory.begin()
         refuse_bound(self._memory, "a saved cache")
         return load(self._memory, self._contract, path)

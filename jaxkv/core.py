@@ -141,9 +141,8 @@ class EngineCore:
             grid=self._grid,
             dtype=model.dtype,
             operators=keep_operators,
-            tiers=bool(host_tier_bytes or disk_tier),
-            quota=domain_quota_bytes,
         )
+        self._least_quota = page_size * self._token_bytes + (states.nbytes if states else 0)
         self._memory = Memory(
             model.config,
             num_pages=num_pages,
@@ -154,7 +153,7 @@ class EngineCore:
             backend=Backend(implementation, interpret, mesh),
             eviction=check_policy(eviction),
             clock=clock,
-            quota=self._quota_pages(domain_quota_bytes, page_size),
+            quota=self._check_quota(domain_quota_bytes),
             tiers=make_tiers(host_tier_bytes, disk_tier, disk_tier_bytes, self._grid),
             states=states,
             local_pages=local_pages,
@@ -265,11 +264,8 @@ class EngineCore:
         """Whether a sequence is this engine's, and live."""
         return isinstance(sequence, Sequence) and sequence.id in self._memory.live
 
-    def _quota_pages(self, quota_bytes: int | None, page_size: int) -> int | None:
-        if quota_bytes is None:
-            return None
-        page_bytes = page_size * self._token_bytes
-        return check_bytes("quota_bytes", quota_bytes, page_bytes) // page_bytes
+    def _check_quota(self, quota_bytes: int | None) -> int | None:
+        return None if quota_bytes is None else check_bytes("quota_bytes", quota_bytes, self._least_quota)
 
     def _apply(
         self,

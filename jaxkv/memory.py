@@ -12,7 +12,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ from jaxkv.cache.pages import poison_pages
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
 from jaxkv.cache.radix import Place
-from jaxkv.cache.residency import Residency
+from jaxkv.cache.residency import Residency, ResumePoint
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, PAGE, Sequence, clip
 from jaxkv.cache.states import kv_groups, poison_states, spent
 from jaxkv.cache.tiers import Tiers
@@ -45,21 +45,6 @@ from jaxkv.typing import Int32
 from jaxkv.windows import make_residency, resume_point, shortened
 
 T = TypeVar("T")
-
-
-class ResumePoint(Protocol):
-    """What layers need, beside the KV of a prefix, in order to go on behind it."""
-
-    @property
-    def cause(self) -> Cause:
-        """Why a match is shortened."""
-        ...
-
-    def resume_point(self, segments: Int32, length: int) -> int:
-        """The deepest position, at most `length`, behind which these layers can go on."""
-        ...
-
-
 _ids = itertools.count(1)
 _NO_PAGES = EMPTY_SEGMENTS[:, PAGE]
 MOST_PAST = 8  # contracts of earlier weights that a miss is explained with
@@ -103,9 +88,11 @@ class Memory:
         self.page_bytes = max(page_size * (every if self.residency is None else unbounded), 1)
         self.local_page_bytes = page_size * (every - unbounded)
         self.metrics = Metrics()
-        self.quota = quota  # pages, of a domain that has no quota of its own
+        self.quota = quota  # bytes, of a domain that has no quota of its own
         self.quotas: dict[Domain, int | None] = {}
         self.tiers = tiers
+        if tiers is not None:
+            tiers.quota_of = self._quota_of
         self.past: collections.deque[CacheContract] = collections.deque(maxlen=MOST_PAST)
         self.pool = PagePool(num_pages, page_size)
         self.places: dict[int, Place] = {}  # where the index has what sequences begin with
@@ -252,7 +239,20 @@ class Memory:
             self.places[sequence.id] = place
         exact = [state for state in states if state[0] <= len(prefix.tokens)]
         if exact:
-            self.index.keep_states(root, prefix.tokens, exact, place)
+            self.keep_states(root, prefix.tokens, exact, place)
+
+    def keep_states(
+        self, root: bytes, tokens: Int32, states: list[tuple[int, int]], since: Place | None = None
+    ) -> None:
+        """Keeps snapshots beside what is cached and the domain within its quota; see `PrefixIndex`."""
+        self.index.keep_states(root, tokens, states, since)
+        self._enforce(root)
+
+    def let_match_go(self, match: Match) -> None:
+        """Gives back the references that a match took for its caller."""
+        self.release(match.pages)
+        if match.state is not None:
+            self.release_states([match.state])
 
     def insert(
         self,
@@ -281,11 +281,13 @@ class Memory:
         spill(self)
         self._freed(freed)
 
-    def set_quota(self, contract: CacheContract, pages: int | None) -> None:
-        """Limits the pages of a domain; what is over goes at once."""
-        self.quotas[contract.domain] = pages
-        self.index.set_quota(contract.digest(), pages)
+    def set_quota(self, contract: CacheContract, quota: int | None) -> None:
+        """Limits the bytes of a domain in the pool and in each tier; what is over goes at once."""
+        self.quotas[contract.domain] = quota
+        self.index.set_quota(contract.digest(), quota)
         self._enforce(contract.digest())
+        if self.tiers is not None:
+            self.tiers.enforce(contract)
 
     def pin(self, contract: CacheContract, tokens: Int32, seconds: float | None) -> Pin:
         """Keeps what is cached of `tokens`, for a while or until it is unpinned."""

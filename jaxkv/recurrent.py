@@ -106,8 +106,6 @@ def make_store(
     grid: int,
     dtype: str,
     operators: bool,
-    tiers: bool,
-    quota: int | None,
 ) -> StateStore | None:
     """The states of an engine, None without recurrent layers; refuses what such models do not have."""
     num, step = check_states(config, num_states, every, chunk=chunk, grid=grid)
@@ -115,10 +113,6 @@ def make_store(
         if operators:
             raise ConfigError("keep_operators is True, expected False for a model without recurrent layers")
         return None
-    if tiers:
-        refuse(config, "a host or disk tier", "host_tier_bytes 0 and no disk_tier")
-    if quota is not None:
-        refuse(config, "a quota", "domain_quota_bytes None")
     return StateStore(config, num_states=num, every=step, dtype=dtype, operators=bool(operators))
 
 

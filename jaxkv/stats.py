@@ -72,7 +72,11 @@ def domain_stats(memory: Memory, contract: CacheContract) -> Stats:
         "cached_tokens": tree.tokens if tree else 0,
         "cached_nodes": tree.nodes if tree else 0,
         "quota_pages_used": tree.rows if tree else 0,  # an upper bound: branches of a page count for each
-        "quota_pages": -1 if quota is None else quota,
+        "quota_pages": -1 if quota is None else quota // memory.page_bytes,
+        "quota_bytes_used": tree.charge(memory.page_bytes)
+        if tree
+        else 0,  # of pages and snapshots, in the pool
+        "quota_bytes": -1 if quota is None else quota,
     } | _lookups(memory.metrics.of(contract.domain))
 
 

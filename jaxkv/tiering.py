@@ -12,15 +12,15 @@ import numpy as np
 
 from jaxkv.cache.contract import PUBLIC, CacheContract
 from jaxkv.cache.domain import Domain
-from jaxkv.cache.entry import Entry, make_entry
+from jaxkv.cache.entry import Entry, SavedState, make_entry
 from jaxkv.cache.match import Cause, Match, MatchEnd
-from jaxkv.cache.retention import Gone
 from jaxkv.cache.sequence import slots_of
 from jaxkv.cache.tiers import DiskTier, HostTier, Tiers
+from jaxkv.cache.tree import Gone
 from jaxkv.checks import check_bytes
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.schedule import coalesce, place
-from jaxkv.transfer import read, shapes, write
+from jaxkv.transfer import read, read_state, shapes, state_shapes, write, write_state
 from jaxkv.typing import Int32
 
 if TYPE_CHECKING:
@@ -33,7 +33,13 @@ _DONE = (Cause.COMPLETE, Cause.LAST_TOKEN, Cause.LIMIT)
 def entry_of(memory: Memory, gone: Gone) -> Entry:
     """Copies a run of the index, or one that just went, to the host."""
     _, slots = slots_of(gone.segments, memory.pool.page_size)
-    return make_entry(gone.contract, gone.text, gone.start, read(memory.pages, slots))
+    store = memory.states
+    states = []
+    for position, slot in sorted(gone.states):
+        assert store is not None
+        begins = store.begins.get(slot, -1) if store.operators else -1
+        states.append(SavedState(position, begins, read_state(memory.pages, slot)))
+    return make_entry(gone.contract, gone.text, gone.start, read(memory.pages, slots), tuple(states))
 
 
 def spill(memory: Memory) -> None:
@@ -46,7 +52,7 @@ def spill(memory: Memory) -> None:
 
 
 def restore(memory: Memory, base: Match, entry: Entry, *, evict: bool) -> None:
-    """Puts an entry behind the cached prefix `base` into the pool and into the index.
+    """Puts an entry behind the cached prefix `base` into the pool and into the index, its snapshots too.
 
     Raises:
       CapacityError: no pages for it; nothing changed.
@@ -64,6 +70,33 @@ def restore(memory: Memory, base: Match, entry: Entry, *, evict: bool) -> None:
         memory.insert(entry.contract, entry.tokens, segments)
     finally:
         memory.release(placement.fresh)
+    restore_states(memory, entry, evict=evict)
+
+
+def restore_states(memory: Memory, entry: Entry, *, evict: bool) -> None:
+    """Puts the snapshots of an entry that is in the index beside it, as far as there are state slots.
+
+    `evict`: others may go for it.
+    """
+    store = memory.states
+    if store is None or not entry.states:
+        return
+    root = entry.contract.digest()
+    there = memory.index.all_snapshots((root,), entry.tokens)
+    for state in entry.states:
+        if state.position in there or not (evict or store.slots.free_count):
+            continue
+        try:
+            slot = memory.new_state()
+        except CapacityError:  # all in use: the KV is there all the same
+            return
+        try:
+            memory.run(write_state, slot, state.arrays)
+            memory.wait(memory.pages)
+            store.begins[slot] = state.begins if len(state.arrays) > 2 else -1
+            memory.keep_states(root, entry.tokens, [(state.position, slot)])
+        finally:
+            memory.release_states([slot])
 
 
 def complete(memory: Memory, contract: CacheContract, tokens: Int32, limit: int, match: Match) -> Match:
@@ -87,7 +120,7 @@ def complete(memory: Memory, contract: CacheContract, tokens: Int32, limit: int,
         except CapacityError:
             return dataclasses.replace(match, end=MatchEnd(Cause.PINNED, at))
         more = memory.index.match(contract.digest(), tokens, limit=limit, public=public.digest())
-        memory.release(match.pages)
+        memory.let_match_go(match)
         match = more
         if match.length <= at:
             break
@@ -99,7 +132,14 @@ def complete(memory: Memory, contract: CacheContract, tokens: Int32, limit: int,
 def fits(memory: Memory, entry: Entry) -> bool:
     """Whether the entry's KV has the shapes of this pool's."""
     expected = shapes(memory.pages, entry.end - entry.start)
-    return tuple(block.shape for block in entry.kv) == expected
+    if tuple(block.shape for block in entry.kv) != expected:
+        return False
+    if not entry.states:
+        return True
+    if memory.states is None:
+        return False
+    known = state_shapes(memory.pages)
+    return all(tuple(a.shape for a in s.arrays) in (known, known[:2]) for s in entry.states)
 
 
 def make_tiers(host_bytes: Any, disk: Any, disk_bytes: Any, grid: int) -> Tiers | None:

@@ -12,6 +12,7 @@ where the last window is still held.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -21,6 +22,19 @@ from jaxkv.errors import CapacityError, HandleError
 from jaxkv.typing import Bool, Int32
 
 _NONE: Int32 = np.zeros(0, np.int32)
+
+
+class ResumePoint(Protocol):
+    """What layers need, beside the KV of a prefix, in order to go on behind it."""
+
+    @property
+    def cause(self) -> Cause:
+        """Why a match is shortened."""
+        ...
+
+    def resume_point(self, segments: Int32, length: int) -> int:
+        """The deepest position, at most `length`, behind which these layers can go on."""
+        ...
 
 
 class Residency:

@@ -11,7 +11,6 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from jaxkv.cache.pool import PagePool
 from jaxkv.cache.radix import TOKEN_BYTES, Node, below, check_node, cut, text_to
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, FIRST, HI, PAGE
 from jaxkv.cache.snapshots import Snapshots
-from jaxkv.cache.tree import ALL, Pinned, Tree
+from jaxkv.cache.tree import ALL, Gone, Pinned, Tree
 from jaxkv.errors import ConfigError, HandleError
 from jaxkv.typing import Int32
 
@@ -30,15 +29,6 @@ _ONE = np.int32(1)  # not a Python 1: see pool.py
 pin_ids = itertools.count(1)  # not the index's: a pin outlives an index that is built anew
 _NO_PAGES = EMPTY_SEGMENTS[:, PAGE]
 MAX_IDLE = 4096  # empty trees that are kept, for what is known of their domains
-
-
-class Gone(NamedTuple):
-    """An entry that was evicted. Its slots keep their contents until somebody writes."""
-
-    contract: CacheContract
-    text: bytes  # tokens 0..end-1, int32
-    start: int
-    segments: Int32  # i32[W, 4], positions start..end-1
 
 
 class Retention:
@@ -160,34 +150,67 @@ class Retention:
         return np.concatenate(freed)
 
     def set_quota(self, root: bytes, quota: int | None) -> None:
-        """Limits the pages that a contract's entries may hold; `enforce` makes it so."""
+        """Limits the bytes of pages and snapshots of a contract; `enforce` makes it so."""
         tree = self._trees.get(root)
         if tree is not None:
             tree.limit(quota, self.policy, self.page_bytes)
 
     def enforce(self, root: bytes) -> Int32:
-        """Brings a tree within its quota: its own entries go, and last the newest is cut short.
+        """Brings a tree within its quota: its own entries and snapshots go, and last the newest is cut short.
 
         Returns:
           i32[f], pages that became free.
         """
         tree = self._trees.get(root)
-        if tree is None or tree.quota is None or tree.own is None or tree.rows <= tree.quota:
+        if tree is None or not self._over(tree):
             return _NO_PAGES
         freed: list[Int32] = [_NO_PAGES]
         newest = tree.newest
         for spared in (newest, None):
             if spared is not None:
                 spared.pins += 1
-            while tree.rows > tree.quota and (leaf := tree.own.pop()) is not None:
-                freed.append(self._remove(leaf, "quota"))
+            while self._over(tree) and (pages := self._give_own(tree)) is not None:
+                freed.append(pages)
             if spared is not None:
                 spared.pins -= 1
                 if spared.evictable:
-                    freed.append(self._shorten(spared, tree.rows - tree.quota))
+                    freed.append(self._fit(spared))
                 if spared.evictable:
                     self._enqueue(spared)
         return np.concatenate(freed)
+
+    def _over(self, tree: Tree) -> bool:
+        return tree.quota is not None and tree.charge(self.page_bytes) > tree.quota
+
+    def _give_own(self, tree: Tree) -> Int32 | None:
+        """Drops a tree's leaf or snapshot of least worth: pages that became free; None if it has none."""
+        assert tree.own is not None
+        leaf, store = tree.own.pop(), self.snapshots
+        least = None if store is None else store.least(self.policy, tree)
+        if store is None or least is None or (leaf and least[0] > self.policy.key(leaf, self.page_bytes)):
+            return None if leaf is None else self._remove(leaf, "quota")
+        store.give_up(least[1])
+        if leaf is not None:
+            tree.own.push(leaf)
+        return _NO_PAGES
+
+    def _fit(self, leaf: Node) -> Int32:
+        """Cuts the newest leaf to what its quota leaves beside one snapshot, if any; then other snapshots go.
+
+        KV in front of no snapshot saves nothing, so room for one is worth more than the last tokens.
+        """
+        tree, store = leaf.tree, self.snapshots
+        assert tree is not None
+        if tree.quota is None or not self._over(tree):
+            return _NO_PAGES
+        room = max(tree.quota - (tree.state_bytes if tree.states else 0), 0)
+        freed = self._shorten(leaf, tree.rows - room // self.page_bytes)
+        while store is not None and tree.rows * self.page_bytes <= room and self._over(tree):
+            least = store.least(self.policy, tree)
+            if least is None:
+                break
+            store.give_up(least[1])
+        return freed
 
     def drop(self, root: bytes) -> Int32:
         """Forgets everything under a contract: i32[f], the page ids that became free by it."""
@@ -245,6 +268,8 @@ class Retention:
                         raise HandleError("a domain's eviction queue lacks a leaf")
             count, length = len(inside), sum(node.end - node.start for node in inside)
             rows = sum(node.charge for node in inside)
+            if sum(len(node.states or ()) for node in inside) != tree.states:
+                raise HandleError(f"a tree counts {tree.states} snapshots, expected those beside its nodes")
             if (count, length, rows) != (tree.nodes, tree.tokens, tree.rows):
                 raise HandleError(
                     f"a tree counts {tree.nodes} nodes, {tree.tokens} tokens and {tree.rows} rows, "
@@ -302,7 +327,8 @@ class Retention:
         self.ghosts.add(parent.uid, key, leaf.key, cause)
         self.metrics.remove(cause, tokens, self.clock() - leaf.created)
         if self.gone is not None and tree.contract is not None and cause != "expired":
-            self.gone.append(Gone(tree.contract, text_to(leaf), leaf.start, leaf.segments))
+            states = tuple((p, snapshot.slot) for p, snapshot in (leaf.states or {}).items())
+            self.gone.append(Gone(tree.contract, text_to(leaf), leaf.start, leaf.segments, states))
         if self.snapshots is not None:
             self.snapshots.drop(leaf)
         tree.rows -= leaf.charge

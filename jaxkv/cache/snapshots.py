@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from jaxkv.errors import CapacityError, HandleError
 
 if TYPE_CHECKING:
-    from jaxkv.cache.eviction import EvictionPolicy
+    from jaxkv.cache.eviction import EvictionPolicy, Key
     from jaxkv.cache.radix import Node
+    from jaxkv.cache.tree import Tree
 
 
 class StateSlots:
@@ -175,6 +176,8 @@ class Snapshots:
                     return False
                 self.slots.retain(slot)
                 node.states[position] = self._all[slot] = Snapshot(node, position, slot)
+                if node.tree is not None:
+                    node.tree.states += 1
                 return True
         return False
 
@@ -192,7 +195,19 @@ class Snapshots:
         """Gives up those of a node behind a position: of all of it, or of what was cut off."""
         for position in [p for p in node.states or () if p > beyond]:
             assert node.states is not None
-            self._give_up(node.states[position])
+            self.give_up(node.states[position])
+
+    def least(self, policy: EvictionPolicy, tree: Tree) -> tuple[Key, Snapshot] | None:
+        """What a tree's quota takes next, and its key; of equals the one nearest to the root. None pinned."""
+        found = [
+            (policy.key(Candidate(s, self.nbytes), 1), s.position, s.slot)  # type: ignore[arg-type]
+            for s in self._all.values()
+            if s.node.tree is tree and not s.node.pins
+        ]
+        if not found:
+            return None
+        key, _, slot = min(found)
+        return key, self._all[slot]
 
     def evict(self, need: int, policy: EvictionPolicy) -> int:
         """Gives up snapshots, in the policy's order, until `need` slots became free; returns how many did.
@@ -214,15 +229,18 @@ class Snapshots:
             if now > key:
                 candidates.append((now, slot))
                 continue
-            self._give_up(snapshot)
+            self.give_up(snapshot)
             self.evicted += 1
             freed += 1
         return freed
 
-    def _give_up(self, snapshot: Snapshot) -> None:
-        states = snapshot.node.states
+    def give_up(self, snapshot: Snapshot) -> None:
+        """Takes a snapshot out; its slot is free unless somebody uses it."""
+        states, tree = snapshot.node.states, snapshot.node.tree
         assert states is not None
         del states[snapshot.position], self._all[snapshot.slot]
+        if tree is not None:
+            tree.states -= 1
         if self.slots.release(snapshot.slot):
             self.freed.append(snapshot.slot)
 

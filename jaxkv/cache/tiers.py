@@ -2,24 +2,25 @@
 
 A tier finds an entry by the digest of its contract and its prefix, and by its first token (chunk). Before
 anything is used, the prefix's tokens are compared and the digest is checked: what fails is dropped and
-counted. Contracts differ between domains and salts, so tiers separate them as the index does.
+counted. Contracts differ between domains and salts, so tiers separate them as the index does. A domain's
+quota holds in each tier: what goes for it is the domain's own.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import os
 import secrets
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
-from jaxkv.cache.entry import Entry, pack, unpack
+from jaxkv.cache.contract import CacheContract
+from jaxkv.cache.entry import Entry, merged, pack, unpack
 from jaxkv.cache.radix import TOKEN_BYTES
+from jaxkv.cache.shares import ROOT_BYTES, Key, Shares
 from jaxkv.errors import FormatError
-
-Key = bytes
 
 
 def key_of(root: bytes, text: bytes, at: int, grid: int) -> Key:
@@ -31,12 +32,17 @@ def key_of(root: bytes, text: bytes, at: int, grid: int) -> Key:
 
 
 class HostTier:
-    """Entries in host memory, at most `capacity` bytes of tokens and KV."""
+    """Entries in host memory, at most `capacity` bytes of tokens, KV and states."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.bytes = 0
-        self._entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
+        self.shares = Shares()
+        self._entries: dict[Key, Entry] = {}
+
+    @property
+    def bytes(self) -> int:
+        """What all entries take."""
+        return self.shares.bytes
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -45,73 +51,90 @@ class HostTier:
         """The entry under a key, which is now the one used last."""
         entry = self._entries.get(key)
         if entry is not None:
-            self._entries.move_to_end(key)
+            self.shares.use(key)
         return entry
 
-    def put(self, key: Key, entry: Entry) -> list[tuple[Key, Entry]]:
-        """Takes an entry; returns those that had to go for it, maybe itself."""
-        if entry.nbytes > self.capacity:
+    def put(self, key: Key, entry: Entry, quota: int | None = None) -> list[tuple[Key, Entry]]:
+        """Takes an entry; returns those that had to go for it, maybe itself: its domain's own first.
+
+        `quota`: bytes of KV and states that its contract may have here.
+        """
+        if entry.nbytes > self.capacity or (quota is not None and entry.payload > quota):
             return [(key, entry)]
         self.drop(key)
         self._entries[key] = entry
-        self.bytes += entry.nbytes
-        displaced = []
+        root = entry.contract.digest()
+        self.shares.add(key, root, entry.nbytes, entry.payload)
+        displaced = self.enforce(root, quota)
         while self.bytes > self.capacity:
-            oldest, gone = self._entries.popitem(last=False)
-            self.bytes -= gone.nbytes
-            displaced.append((oldest, gone))
+            displaced.append(self._take(self.shares.oldest()))
         return displaced
+
+    def enforce(self, root: Key, quota: int | None) -> list[tuple[Key, Entry]]:
+        """Brings a contract within its quota; returns what went."""
+        return [self._take(key) for key in self.shares.over(root, quota)]
+
+    def _take(self, key: Key) -> tuple[Key, Entry]:
+        entry = self._entries[key]
+        self.drop(key)
+        return key, entry
 
     def drop(self, key: Key) -> None:
         """Forgets an entry, if it is there."""
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self.bytes -= entry.nbytes
+        self._entries.pop(key, None)
+        self.shares.remove(key)
 
-    def forget(self, root: bytes) -> None:
+    def forget(self, root: Key) -> None:
         """Forgets everything under a contract."""
-        for key in [k for k, e in self._entries.items() if e.contract.digest() == root]:
+        for key in self.shares.of(root):
             self.drop(key)
 
     def entries(self) -> list[Entry]:
-        """Everything, used last first."""
-        return list(reversed(self._entries.values()))
+        """Everything."""
+        return list(self._entries.values())
 
 
 class DiskTier:
     """Entries as files of a directory, at most `capacity` bytes; they outlive the process.
 
     A file is written aside and renamed; it carries its contract, its tokens and the digest of all, and is
-    removed if it does not hold what it claims. Engines may share a directory.
+    removed if it does not hold what it claims. Engines may share a directory. A file's name has the
+    contract's digest and what counts towards a quota, so that neither is read from the file.
     """
 
     def __init__(self, directory: str | Path, capacity: int) -> None:
         self.directory = Path(directory).absolute()
         self.capacity = capacity
         self.corrupt = 0
+        self.shares = Shares()
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._files: collections.OrderedDict[Key, tuple[Path, int]] = collections.OrderedDict()
+        self._files: dict[Key, Path] = {}
         found = []
         for file in self.directory.glob("*.kv"):
             with contextlib.suppress(OSError, ValueError, IndexError):
-                status = file.stat()
-                found.append(
-                    (status.st_mtime_ns, bytes.fromhex(file.stem.split("-")[1]), file, status.st_size)
-                )
-        for _, key, file, size in sorted(found):
-            self._files[key] = file, size
-        self.bytes = sum(size for _, size in self._files.values())
+                status, parts = file.stat(), file.stem.split("-")
+                root, key = (bytes.fromhex(part) for part in parts[:2])
+                payload = int(parts[2]) if len(parts) > 2 else status.st_size  # of an older release
+                found.append((status.st_mtime_ns, key, root, payload, file, status.st_size))
+        for _, key, root, payload, file, size in sorted(found):
+            self.drop(key)  # another engine's, older
+            self._files[key] = file
+            self.shares.add(key, root, size, payload)
         self._shrink()
+
+    @property
+    def bytes(self) -> int:
+        """What all files take."""
+        return self.shares.bytes
 
     def __len__(self) -> int:
         return len(self._files)
 
     def get(self, key: Key) -> Entry | None:
         """The entry under a key, read and verified; one that is damaged is removed."""
-        known = self._files.get(key)
-        if known is None:
+        file = self._files.get(key)
+        if file is None:
             return None
-        file, _ = known
         try:
             entry = unpack(file.read_bytes())
             os.utime(file)
@@ -122,17 +145,19 @@ class DiskTier:
             self.corrupt += 1
             self.drop(key)
             return None
-        self._files.move_to_end(key)
+        self.shares.use(key)
         return entry
 
-    def put(self, key: Key, entry: Entry) -> None:
-        """Writes an entry, if there is room for it at all; the oldest go for it."""
-        parts = pack(entry)
+    def put(self, key: Key, entry: Entry, quota: int | None = None) -> None:
+        """Writes an entry, if there is room for it at all; the oldest go for it, its domain's own first.
+
+        `quota`: bytes of KV and states that its contract may have here.
+        """
+        parts, root = pack(entry), entry.contract.digest()
         size = sum(len(part) for part in parts)
-        if size > self.capacity:
+        if size > self.capacity or (quota is not None and entry.payload > quota):
             return
-        # The contract's digest is in the name, so that a contract can be forgotten without reading.
-        name = f"{entry.contract.digest().hex()[:32]}-{key.hex()}"
+        name = f"{root[:ROOT_BYTES].hex()}-{key.hex()}-{entry.payload}"
         aside = self.directory / f".{name}.{os.getpid()}-{secrets.token_hex(4)}.partial"
         try:
             with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as sink:
@@ -144,50 +169,80 @@ class DiskTier:
             with contextlib.suppress(OSError):
                 aside.unlink()
             return
-        self._files[key] = file, size
-        self.bytes += size
+        self._files[key] = file
+        self.shares.add(key, root, size, entry.payload)
+        self.enforce(root, quota)
         self._shrink()
+
+    def enforce(self, root: Key, quota: int | None) -> None:
+        """Brings a contract within its quota."""
+        for key in self.shares.over(root, quota):
+            self.drop(key)
 
     def drop(self, key: Key) -> None:
         """Removes an entry, if it is there."""
-        known = self._files.pop(key, None)
-        if known is not None:
-            self.bytes -= known[1]
+        file = self._files.pop(key, None)
+        self.shares.remove(key)
+        if file is not None:
             with contextlib.suppress(OSError):
-                known[0].unlink()
+                file.unlink()
 
-    def forget(self, root: bytes) -> None:
+    def forget(self, root: Key) -> None:
         """Removes everything under a contract."""
-        prefix = root.hex()[:32]
-        for key in [k for k, (file, _) in self._files.items() if file.name.startswith(prefix)]:
+        for key in self.shares.of(root):
             self.drop(key)
 
     def _shrink(self) -> None:
-        while self.bytes > self.capacity and self._files:
-            self.drop(next(iter(self._files)))
+        while self.bytes > self.capacity and len(self):
+            self.drop(self.shares.oldest())
 
 
 class Tiers:
     """Both tiers as one: what the host gives up goes to the disk."""
 
-    def __init__(self, host: HostTier | None, disk: DiskTier | None, grid: int) -> None:
+    def __init__(
+        self,
+        host: HostTier | None,
+        disk: DiskTier | None,
+        grid: int,
+        quota_of: Callable[[CacheContract], int | None] = lambda _: None,
+    ) -> None:
+        """`quota_of`: bytes of KV and states that a contract may have in each tier."""
+        self.quota_of = quota_of
         self.host = host
         self.disk = disk
         self.grid = grid
         self.counts: Counter[str] = Counter()
 
     def put(self, entry: Entry) -> None:
-        """Keeps an evicted entry. One that is a beginning of what is kept already is not kept again."""
+        """Keeps an evicted entry. One that is a beginning of what is kept already is not kept again.
+
+        Snapshots of both are kept, where one begins with the other.
+        """
         key = key_of(entry.contract.digest(), entry.text, entry.start, self.grid)
         kept = self.host.get(key) if self.host is not None else None
-        if kept is not None and kept.run.startswith(entry.run):
-            return
+        if kept is not None and (both := merged(kept, entry)) is not None:
+            if both is kept:
+                return
+            entry = both
         self.counts["spilled"] += 1
         self.counts["spilled_tokens"] += entry.end - entry.start
-        displaced = self.host.put(key, entry) if self.host is not None else [(key, entry)]
+        quota = self.quota_of(entry.contract)
+        displaced = self.host.put(key, entry, quota) if self.host is not None else [(key, entry)]
+        self._to_disk(displaced)
+
+    def _to_disk(self, entries: list[tuple[Key, Entry]]) -> None:
         if self.disk is not None:
-            for other, gone in displaced:
-                self.disk.put(other, gone)
+            for key, entry in entries:
+                self.disk.put(key, entry, self.quota_of(entry.contract))
+
+    def enforce(self, contract: CacheContract) -> None:
+        """Brings a contract within its quota in both tiers."""
+        root, quota = contract.digest(), self.quota_of(contract)
+        if self.host is not None:
+            self._to_disk(self.host.enforce(root, quota))
+        if self.disk is not None:
+            self.disk.enforce(root, quota)
 
     def find(self, root: bytes, text: bytes, at: int) -> Entry | None:
         """A verified entry that goes on from position `at` of a text as the text does, or None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from jaxkv.cache.contract import CacheContract
 from jaxkv.cache.eviction import EvictionPolicy, Queue
@@ -25,6 +26,7 @@ class Tree:
         "root",
         "rows",
         "state_bytes",
+        "states",
         "tokens",
         "top",
     )
@@ -37,13 +39,18 @@ class Tree:
         self.nodes = 0
         self.tokens = 0
         self.rows = 0  # segment rows that count towards the quota: an upper bound of its pages
-        self.quota: int | None = None  # pages
+        self.quota: int | None = None  # bytes of pages and snapshots
         self.own: Queue | None = None
         self.newest: Node | None = None  # the entry that was inserted last
         self.state_bytes = 0  # of a snapshot; 0 without recurrent layers
+        self.states = 0  # snapshots beside its nodes
+
+    def charge(self, page_bytes: int) -> int:
+        """Bytes that count towards the quota."""
+        return self.rows * page_bytes + self.states * self.state_bytes
 
     def limit(self, quota: int | None, policy: EvictionPolicy, page_bytes: int) -> None:
-        """Sets or lifts the quota, in pages."""
+        """Sets or lifts the quota, in bytes."""
         self.quota = quota
         if quota is None:
             self.own = None
@@ -76,3 +83,13 @@ class Pinned:
     pin: Pin
     node: Node
     pages: Int32  # references of the pin's own, so that nobody counts on these pages
+
+
+class Gone(NamedTuple):
+    """An entry that was evicted. Its slots keep their contents until somebody writes."""
+
+    contract: CacheContract
+    text: bytes  # tokens 0..end-1, int32
+    start: int
+    segments: Int32  # i32[W, 4], positions start..end-1
+    states: tuple[tuple[int, int], ...] = ()  # position and slot of its snapshots
