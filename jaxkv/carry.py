@@ -185,7 +185,7 @@ def carry_of(memory: Memory, resume: Resume | None, work: ReusePlan) -> Carry | 
         return None
     if resume is None:
         resume = Resume(0, store.none)
-    end = len(work.tokens)
+    end = int(work.forward[-1]) + 1
     if work.states in ("fork", "compose"):  # no state on the way is that of a prefix
         return Carry(resume.slot, resume.position, (end,), resume.jumps)
     points = (work.prefix,) if resume.position < work.prefix < end else ()
@@ -227,6 +227,21 @@ def resume_edit(memory: Memory, sequence: Sequence, work: ReusePlan) -> Resume |
     if found is None:
         return Resume(0, store.none, jumps) if jumps else None
     return Resume(*found, jumps)
+
+
+def resume_heal(memory: Memory, sequence: Sequence, work: ReusePlan) -> tuple[ReusePlan, Resume | None]:
+    """`plan_heal`'s work for recurrent layers, and where they resume: whoever gets it releases the slot.
+
+    The state behind its exact tokens is not kept by the sequence, but a snapshot of them may be in the index:
+    the nearest before what is healed. Tokens in between run and write nothing.
+    """
+    store = memory.states
+    if store is None or not len(work.forward):
+        return work, None
+    root, public = sequence.contract.roots
+    found = memory.index.snapshot(root, sequence.tokens, limit=work.prefix, public=public)
+    resume = Resume(0, store.none) if found is None else Resume(*found)
+    return dataclasses.replace(replayed(work, resume), relocated=work.relocated), resume
 
 
 def _jumps(memory: Memory, sequence: Sequence, work: ReusePlan) -> tuple[Jump, ...]:
@@ -274,7 +289,7 @@ def replayed(work: ReusePlan, resume: Resume | None) -> ReusePlan:
         )
     if work.states == "fork":
         return dataclasses.replace(work, provenance=_stale(work))
-    start, end = 0 if resume is None else resume.position, len(work.tokens)
+    start, end = 0 if resume is None else resume.position, int(work.forward[-1]) + 1
     passed = [np.arange(jump.start, jump.end) for jump in (resume.jumps if resume else ())]
     over = np.concatenate([np.zeros(0, np.int64), *passed])
     forward = np.setdiff1d(np.arange(start, end, dtype=np.int32), over)

@@ -19,6 +19,7 @@ from jaxkv.cache.sequence import (
     shift,
     slots_of,
 )
+from jaxkv.carry import Resume, carry_of
 from jaxkv.execute import Computed, compute, extended, move_slots
 from jaxkv.memory import Memory
 from jaxkv.model.params import Params
@@ -29,11 +30,12 @@ from jaxkv.typing import Int32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Healed:
-    """What `heal` made. Whoever called it adopts the sequence and releases `fresh`."""
+    """What `heal` made. Whoever called it adopts the sequence, and releases `fresh` and slots of `states`."""
 
     changes: dict[str, Any]  # fields of the sequence that differ
     fresh: Int32
     shapes: set[tuple[Any, ...]]
+    states: tuple[tuple[int, int], ...] = ()  # exact ones of recurrent layers: positions and slots
 
 
 def heal(
@@ -45,17 +47,19 @@ def heal(
     grid: int,
     max_deltas: int,
     chunk_size: int,
+    resume: Resume | None = None,
 ) -> Healed:
-    """Executes `plan_heal`.
+    """Executes `plan_heal`, or what `resume_heal` made of it.
 
     The healed tokens see what is before them and nothing else, in the shapes of a fresh prefill; the last
-    token is then read again over all, so that the next token's logits know of the repair.
+    token is then read again over all, so that the next token's logits know of the repair. Recurrent layers
+    cannot read it again: the state in front of it is not there. Logits and state of such a model's sequence
+    stay as they were until the last token is healed.
 
     Raises:
       CapacityError: not enough pages.
     """
     start, length = work.prefix, len(work.tokens)
-    end = start + len(work.forward)
     if not len(work.forward):
         return Healed(changes={"logits": sequence.logits}, fresh=EMPTY_SEGMENTS[:, PAGE], shapes=set())
     done: Computed = compute(
@@ -68,11 +72,16 @@ def heal(
         rotate=True,
         max_deltas=max_deltas,
         chunk_size=chunk_size,
+        kept=work.kept,
+        carry=carry_of(memory, resume, work),
     )
     memory.commit(done.placement)
+    end = int(work.forward[-1]) + 1
     shapes, logits = set(done.shapes), done.logits
     segments, attended = extended(work.segments, done.placement), extended(work.attended, done.placement)
-    if end < length:
+    if end < length and memory.states is not None:
+        logits = sequence.logits
+    elif end < length:
         try:
             last = compute(
                 memory,
@@ -98,8 +107,9 @@ def heal(
         "grid_length": end // grid * grid if grid > 1 else sequence.grid_length,
         "rotate": work.rotate,
         "logits": logits,
+        "state": done.state if end == length else sequence.state,
     }
-    return Healed(changes=changes, fresh=done.placement.fresh, shapes=shapes)
+    return Healed(changes=changes, fresh=done.placement.fresh, shapes=shapes, states=done.states)
 
 
 def displace(memory: Memory, sequence: Sequence, spans: tuple[Span, ...]) -> tuple[dict[str, Any], Int32]:

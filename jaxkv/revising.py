@@ -9,6 +9,7 @@ from jaxkv.cache.match import Cause, MatchEnd
 from jaxkv.cache.sequence import (
     Sequence,
 )
+from jaxkv.carry import resume_heal
 from jaxkv.checks import (
     check_count,
 )
@@ -33,6 +34,8 @@ class Revising(EngineCore):
         From left to right, so that what is healed is exact: it enters the prefix index, and once nothing
         is stale the result is an exact sequence, equal to a fresh prefill to rounding, and bit for bit with
         `reuse_granularity="chunk"`, where whole chunks are healed. For idle time between requests.
+        With recurrent layers it goes on from the nearest snapshot and leaves one behind what it healed;
+        what the sequence answers changes once its last token is healed, not before.
 
         Raises:
           ConfigError: `tokens` is not a whole number of at least 1.
@@ -40,24 +43,30 @@ class Revising(EngineCore):
         """
         started = time.perf_counter()
         self._require_live(sequence)
-        refuse(self.config, "healing", "edit(sequence, tokens, Exact()), which resumes at a snapshot")
         count = check_count("tokens", tokens)
         work = plan_heal(sequence, count, grid=self._grid, resume=resumer(self._memory, sequence))
-        done = heal(
-            self._memory,
-            self._params,
-            sequence,
-            work,
-            grid=self._grid,
-            max_deltas=self.max_deltas,
-            chunk_size=self.chunk_size,
-        )
+        memory = self._memory
+        work, resume = resume_heal(memory, sequence, work)
         try:
-            place = self._memory.places.get(sequence.id)
-            made = self._memory.adopt(lambda id: dataclasses.replace(sequence, id=id, **done.changes), place)
+            done = heal(
+                memory,
+                self._params,
+                sequence,
+                work,
+                grid=self._grid,
+                max_deltas=self.max_deltas,
+                chunk_size=self.chunk_size,
+                resume=resume,
+            )
         finally:
-            self._memory.release(done.fresh)
-        self._publish(made)
+            memory.release_states([] if resume is None else resume.held)
+        try:
+            place = memory.places.get(sequence.id)
+            made = memory.adopt(lambda id: dataclasses.replace(sequence, id=id, **done.changes), place)
+            self._publish(made, done.states)
+        finally:
+            memory.release(done.fresh)
+            memory.release_states(slot for _, slot in done.states)
         self._shapes |= done.shapes
         self._counters["forwarded"] += len(work.forward)
         reuse = report(
@@ -65,10 +74,10 @@ class Revising(EngineCore):
             made,
             MatchEnd(Cause.COMPLETE, work.prefix),
             config=self.config,
-            page_size=self._memory.pool.page_size,
+            page_size=memory.pool.page_size,
             moved=0,
             timings={"forward": time.perf_counter() - started},
-            refreshed=not made.exact,
+            refreshed=not made.exact and memory.states is None,
         )
         return StepResult(sequence=made, logits=done.changes["logits"], reuse=reuse)
 

@@ -1,6 +1,6 @@
 """Saves a cache again and again until it is killed.
 
-    python saver.py SOURCE TARGET
+    python saver.py SOURCE TARGET [hybrid]
 
 Loads SOURCE, says "saving", and saves to TARGET in a loop.
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 
 from tiny import CHUNK, NUM_PAGES, PAGE_SIZE, make_model, tiny_config
+from tiny_hybrid import hybrid_model
 
 import jaxkv
 
 
-def save_for_ever(source: str, target: str) -> None:
-    engine = jaxkv.Engine(
-        make_model(tiny_config()), num_pages=NUM_PAGES, page_size=PAGE_SIZE, chunk_size=CHUNK
-    )
+def save_for_ever(source: str, target: str, kind: str = "") -> None:
+    model = hybrid_model() if kind == "hybrid" else make_model(tiny_config())
+    engine = jaxkv.Engine(model, num_pages=NUM_PAGES, page_size=PAGE_SIZE, chunk_size=CHUNK)
     engine.load_cache(source)
     print("saving", flush=True)
     while True:

@@ -285,13 +285,15 @@ def test_a_save_that_fails_leaves_the_old_cache(
     assert make_engine().load_cache(tmp_path / "c").tokens == 120
 
 
-def kill_savers(engine: jaxkv.Engine, load: Callable[[], jaxkv.Engine], root: Path, kills: int) -> None:
+def kill_savers(
+    engine: jaxkv.Engine, load: Callable[[], jaxkv.Engine], root: Path, kills: int, *kind: str
+) -> None:
     source, target = root / "source", root / "target"
     engine.save_cache(source)
     expected = engine.stats()["index_tokens"]
     shutil.copytree(source, target)
     rng = np.random.default_rng(kills)
-    command = [sys.executable, str(Path(__file__).with_name("saver.py")), str(source), str(target)]
+    command = [sys.executable, str(Path(__file__).with_name("saver.py")), str(source), str(target), *kind]
     here = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
     for _ in range(kills):

@@ -294,17 +294,13 @@ def test_a_snapshot_is_worth_the_replay_that_it_saves() -> None:
     assert not len(freed)  # the test's own references
 
 
-def test_what_hybrids_do_not_have_is_refused_in_a_sentence(make: Make, text: Any, tmp_path: Any) -> None:
+def test_what_hybrids_do_not_have_is_refused_in_a_sentence(make: Make, text: Any) -> None:
     engine = make()
     sequence = engine.prefill(text(20)).sequence
     probing = jaxkv.SCR(min_span=4) | jaxkv.TopDeviation()
     calls: list[tuple[str, Callable[[], Any]]] = [
-        ("healing is not there", lambda: engine.heal(sequence, tokens=1)),
-        ("a saved cache", lambda: engine.save_cache(tmp_path / "kv")),
-        ("a saved cache", lambda: engine.load_cache(tmp_path / "kv")),
-        ("a quota", lambda: engine.set_quota("a", 1 << 20)),
-        ("a quota", lambda: make(domain_quota_bytes=1 << 20)),
-        ("a host or disk tier", lambda: make(host_tier_bytes=1 << 20)),
+        ("quota_bytes is 99, expected at least", lambda: engine.set_quota("a", 99)),
+        ("an error estimate", lambda: engine.signals(sequence, engine.prefill(text(21)))),
         ("the probe Deviation", lambda: engine.edit(sequence, text(20)[1:], probing)),
         ("num_states is 1", lambda: make(num_states=1)),
         ("snapshot_every is 24", lambda: make(snapshot_every=24, reuse_granularity="chunk")),
