@@ -135,6 +135,30 @@ def test_host_memory_that_changed_is_refused(make_engine: Engines, text: Text) -
     assert engine.stats()["entries_refused"] == 1
 
 
+def test_quotas_hold_in_each_tier(make_engine: Engines, text: Text, tmp_path: Path) -> None:
+    engine = make_engine(host_tier_bytes=64 * MB, disk_tier=tmp_path)
+    page = int(engine.stats()["page_bytes"])
+    quota, tiers = 12 * page, engine._memory.tiers
+    assert tiers is not None
+    assert tiers.host is not None
+    assert tiers.disk is not None
+    engine.set_quota("a", quota)
+    engine.release(engine.prefill(text(80, seed=9), domain="b").sequence)
+    for seed in range(5):
+        engine.release(engine.prefill(text(60, seed=seed), domain="a").sequence)
+    crowd(engine, text)
+    a, b = (engine.contract.within(Domain(tenant=name)).digest() for name in "ab")
+    for tier in (tiers.host, tiers.disk):
+        assert 0 < tier.shares.payload(a) <= quota
+    assert tiers.host.shares.payload(b) == 10 * page
+    hits = [engine.prefill(text(60, seed=seed), domain="a").reuse.matched for seed in (4, 3)]
+    assert hits == [59, 59]  # the newest: one in the pool's share, what it displaced in the tiers
+    engine.set_quota("a", 6 * page)
+    for tier in (tiers.host, tiers.disk):
+        assert tier.shares.payload(a) <= 6 * page
+    assert engine.prefill(text(80, seed=9), domain="b").reuse.matched == 79
+
+
 def test_a_match_says_that_the_pool_had_no_page_for_the_rest(make_engine: Engines, text: Text) -> None:
     engine = make_engine(host_tier_bytes=64 * MB)
     engine.release(engine.prefill(text(80)).sequence)
@@ -195,6 +219,38 @@ def test_the_disk_tier_keeps_within_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "noise.kv").write_text("not ours")
     assert len(DiskTier(tmp_path, 10 * size)) == 1
     assert (tmp_path / "noise.kv").exists()
+
+
+def owned(name: str, tokens: list[int]) -> Any:
+    kv = (np.zeros((2, len(tokens), 1, 4), np.float32),)
+    return make_entry(CONTRACT.within(Domain(tenant=name)), np.array(tokens, np.int32).tobytes(), 0, kv)
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_quota_displaces_the_domains_own_and_nobody_elses(tmp_path: Path, kind: str) -> None:
+    """Paired: without the quota it is the other domain, whose entry is the oldest, that pays."""
+    size = owned("a", [1, 2]).payload
+    for quota in (2 * size, None):
+        directory = tmp_path / str(quota)
+        entries = {"b": owned("b", [1, 2])} | {f"a{i}": owned("a", [i, 2]) for i in range(4)}
+        room = sum(sum(len(p) for p in pack(e)) for e in list(entries.values())[:3])
+        tier = HostTier(3 * entries["b"].nbytes) if kind == "host" else DiskTier(directory, room)
+        for name, each in entries.items():
+            tier.put(name.encode().ljust(32), each, quota if name[0] == "a" else None)
+        kept = [name for name in entries if tier.get(name.encode().ljust(32)) is not None]
+        assert kept == (["a1", "a2", "a3"] if quota is None else ["b", "a2", "a3"])
+        assert tier.shares.payload(entries["a0"].contract.digest()) == (3 if quota is None else 2) * size
+        if kind == "disk":  # what counts is known again from the files' names
+            again = DiskTier(directory, room)
+            assert again.shares.payload(entries["a0"].contract.digest()) == tier.shares.payload(
+                entries["a0"].contract.digest()
+            )
+            again.enforce(entries["a0"].contract.digest(), size)
+            assert [n for n in entries if again.get(n.encode().ljust(32))][-1] == "a3"
+        big = owned("a", [7] * 9)
+        if quota is not None:
+            tier.put(b"big".ljust(32), big, quota)
+            assert tier.get(b"big".ljust(32)) is None
 
 
 def test_a_key_is_only_an_index() -> None:

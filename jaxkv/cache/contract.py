@@ -17,7 +17,7 @@ from jaxkv.cache.domain import Domain
 from jaxkv.errors import ConfigError, ContractError, FormatError
 from jaxkv.model.config import ModelConfig
 
-PAGE_LAYOUT = 1  # version of what a page's bytes mean; raise it with every change to `KVPages`
+PAGE_LAYOUT = 1  # of what the bytes of pages and states mean; raise it with every change to them
 # Isolation domains: whoever reads an error about a foreign cache must not learn whose it is.
 WITHHELD_FIELDS = domain.FIELDS
 WITHHELD = "(withheld)"

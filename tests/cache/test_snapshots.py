@@ -7,25 +7,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxkv.cache.contract import CacheContract
 from jaxkv.cache.eviction import LRU, CostPerByte
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.prefix import PrefixIndex
+from jaxkv.cache.radix import below
 from jaxkv.cache.snapshots import Snapshots, StateSlots
 from jaxkv.errors import CapacityError, HandleError
 
 P = 4
 ROOTS = (b"a", b"b")
+CONTRACT = CacheContract(weights_digest="w", architecture="{}", kv_dtype="float32")
 
 
 class Cache:
     """An index with snapshots, and a model of what is known: (root, tokens) with a state, by slot."""
 
-    def __init__(self, slots: int, pages: int, grid: int = 1, cost: bool = False) -> None:
+    def __init__(
+        self, slots: int, pages: int, grid: int = 1, cost: bool = False, quota: int | None = None
+    ) -> None:
         self.pool = PagePool(pages, P)
         self.slots = StateSlots(slots)
         policy = CostPerByte(token_flops=1.0, attention_flops=0.0) if cost else LRU()
         snapshots = Snapshots(self.slots, 100)
-        self.index = PrefixIndex(self.pool, grid=grid, policy=policy, page_bytes=10, snapshots=snapshots)
+        self.index = PrefixIndex(
+            self.pool,
+            grid=grid,
+            policy=policy,
+            page_bytes=10,
+            snapshots=snapshots,
+            quota_of=lambda _: quota,
+        )
         self.policy, self.snapshots, self.grid = policy, snapshots, grid
         self.written: dict[int, tuple[bytes, bytes]] = {}  # slot -> root and the tokens before it
 
@@ -55,8 +67,10 @@ class Cache:
         cut = rows[: -(-whole // P)].copy()
         if len(cut):
             cut[-1, 2] = whole - cut[-1, 3]
-        self.index.insert(root, tokens[:whole], cut)
+        self.index.insert(root, tokens[:whole], cut, contract=CONTRACT)
+        self.index.enforce(root)
         self.index.keep_states(root, tokens[:whole], held)
+        self.index.enforce(root)
         self.pool.release(pages)
         for _, slot in held:
             self.slots.release(slot)
@@ -122,6 +136,48 @@ def test_whatever_happens_every_snapshot_is_where_it_says(
         cache.index.drop(root)
     assert cache.slots.free_count == slots
     assert cache.pool.free_count == pages
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(actions, max_size=20), st.integers(110, 400), st.booleans())
+def test_a_quota_holds_for_pages_and_snapshots_together(
+    steps: list[tuple[object, ...]], quota: int, cost: bool
+) -> None:
+    """A page counts 10 bytes and a snapshot 100. Whatever is over goes, and only the root's own."""
+    cache = Cache(8, 40, cost=cost, quota=quota)
+    for name, *args in steps:
+        others = {root: charge(cache, root) for root in ROOTS if root != args[0]}
+        if name == "add":
+            root, tokens, positions = args
+            cache.add(root, tokens, sorted({p for p in positions if p <= len(tokens)}))
+            assert charge(cache, root) <= quota
+            if cache.pool.free_count and cache.slots.free_count:
+                assert {r: charge(cache, r) for r in others} == others
+        elif name == "match":
+            cache.match(*args)
+        cache.check()
+
+
+def charge(cache: Cache, root: bytes) -> int:
+    tree = cache.index.tree(root)
+    if tree is None:
+        return 0
+    pages = sum(len(node.segments) for node in below(tree.top))
+    assert tree.charge(10) == 10 * pages + 100 * sum(len(node.states or ()) for node in below(tree.top))
+    return tree.charge(10)
+
+
+def test_a_text_that_is_too_long_is_cut_to_leave_room_for_one_snapshot() -> None:
+    """12 pages and 4 snapshots have 520 bytes. Of 195, 9 pages and one snapshot stay, the deepest there is."""
+    cache = Cache(8, 40, quota=195)
+    cache.add(b"a", np.arange(48, dtype=np.int32), [12, 24, 36, 48])
+    tree = cache.index.tree(b"a")
+    assert tree is not None
+    assert (tree.rows, tree.states, charge(cache, b"a")) == (9, 1, 190)
+    assert [s.position for s in cache.snapshots._all.values()] == [36]
+    cache.add(b"a", np.arange(100, 108, dtype=np.int32), [4])  # another text: the oldest goes first
+    assert charge(cache, b"a") <= 195
+    assert cache.index.match(b"a", np.arange(100, 108, dtype=np.int32)).resume == 4
 
 
 def test_an_entry_is_worth_what_it_saves_up_to_its_last_snapshot() -> None:
