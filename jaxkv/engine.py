@@ -64,7 +64,8 @@ class Engine(CacheControl, Batching, Revising):
       max_deltas: distinct distances that a view may hold (0 included) before it is materialized.
       eviction: which cached entries go first: `LRU()`, `LFU()`, `TTL(seconds=)`, `Priority()` or
         `CostPerByte()`.
-      domain_quota_bytes: KV that a domain may have cached, where `set_quota` says nothing else.
+      domain_quota_bytes: KV and snapshots that a domain may have cached, in the pool and in each tier, where
+        `set_quota` says nothing else.
       host_tier_bytes: host memory that evicted entries go to, and come back from when they match.
       disk_tier: a directory behind it; it outlives the process, and engines may share it.
       disk_tier_bytes: what the directory may hold.

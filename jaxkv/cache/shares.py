@@ -6,6 +6,7 @@ import collections
 from collections.abc import Iterator
 
 Key = bytes
+Root = bytes  # a contract's digest
 ROOT_BYTES = 16  # of a contract's digest: what a file's name holds of it
 
 
@@ -22,11 +23,11 @@ class Shares:
     def __len__(self) -> int:
         return len(self._all)
 
-    def payload(self, root: bytes) -> int:
+    def payload(self, root: Root) -> int:
         """Bytes of KV and states under a contract's digest."""
         return self._payload[root[:ROOT_BYTES]]
 
-    def add(self, key: Key, root: bytes, nbytes: int, payload: int) -> None:
+    def add(self, key: Key, root: Root, nbytes: int, payload: int) -> None:
         """Notes a key that is not there yet, as the one used last."""
         owner = root[:ROOT_BYTES]
         self._all[key] = owner, nbytes, payload
@@ -55,11 +56,11 @@ class Shares:
         """The key used longest ago."""
         return next(iter(self._all))
 
-    def of(self, root: bytes) -> list[Key]:
+    def of(self, root: Root) -> list[Key]:
         """Keys under a contract's digest, used longest ago first."""
         return list(self._own.get(root[:ROOT_BYTES], ()))
 
-    def over(self, root: bytes, quota: int | None) -> Iterator[Key]:
+    def over(self, root: Root, quota: int | None) -> Iterator[Key]:
         """Keys of a contract that have to go, oldest first. The caller removes each before the next."""
         while quota is not None and self.payload(root) > quota:
             yield next(iter(self._own[root[:ROOT_BYTES]]))

@@ -19,7 +19,7 @@ from pathlib import Path
 from jaxkv.cache.contract import CacheContract
 from jaxkv.cache.entry import Entry, merged, pack, unpack
 from jaxkv.cache.radix import TOKEN_BYTES
-from jaxkv.cache.shares import ROOT_BYTES, Key, Shares
+from jaxkv.cache.shares import ROOT_BYTES, Key, Root, Shares
 from jaxkv.errors import FormatError
 
 
@@ -70,7 +70,7 @@ class HostTier:
             displaced.append(self._take(self.shares.oldest()))
         return displaced
 
-    def enforce(self, root: Key, quota: int | None) -> list[tuple[Key, Entry]]:
+    def enforce(self, root: Root, quota: int | None) -> list[tuple[Key, Entry]]:
         """Brings a contract within its quota; returns what went."""
         return [self._take(key) for key in self.shares.over(root, quota)]
 
@@ -84,7 +84,7 @@ class HostTier:
         self._entries.pop(key, None)
         self.shares.remove(key)
 
-    def forget(self, root: Key) -> None:
+    def forget(self, root: Root) -> None:
         """Forgets everything under a contract."""
         for key in self.shares.of(root):
             self.drop(key)
@@ -174,7 +174,7 @@ class DiskTier:
         self.enforce(root, quota)
         self._shrink()
 
-    def enforce(self, root: Key, quota: int | None) -> None:
+    def enforce(self, root: Root, quota: int | None) -> None:
         """Brings a contract within its quota."""
         for key in self.shares.over(root, quota):
             self.drop(key)
@@ -187,7 +187,7 @@ class DiskTier:
             with contextlib.suppress(OSError):
                 file.unlink()
 
-    def forget(self, root: Key) -> None:
+    def forget(self, root: Root) -> None:
         """Removes everything under a contract."""
         for key in self.shares.of(root):
             self.drop(key)

@@ -168,7 +168,7 @@ def charge(cache: Cache, root: bytes) -> int:
 
 
 def test_a_text_that_is_too_long_is_cut_to_leave_room_for_one_snapshot() -> None:
-    """12 pages and 4 snapshots have 520 bytes. Of 195, 9 pages and one snapshot stay, the deepest there is."""
+    """12 pages and 4 snapshots have 520 bytes. Of 195, 9 pages and one snapshot stay, the deepest."""
     cache = Cache(8, 40, quota=195)
     cache.add(b"a", np.arange(48, dtype=np.int32), [12, 24, 36, 48])
     tree = cache.index.tree(b"a")
