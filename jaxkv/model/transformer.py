@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxkv.cache.pages import write_slots
+from jaxkv.cache.pages import as_stored, write_slots
 from jaxkv.cache.states import Pages, States, kv_groups, read_states, write_states
 from jaxkv.cache.table import StepInput
 from jaxkv.errors import ConfigError
 from jaxkv.model.attention import append_of, dense_attention, paged_attention, visibility
 from jaxkv.model.backend import AUTO, Backend
 from jaxkv.model.config import ModelConfig
+from jaxkv.model.contiguous import KVCopy, copied_attention, put_written
 from jaxkv.model.deltanet import gated_delta_net
 from jaxkv.model.layers import embed, gated_mlp, project, rms_norm, unembed
 from jaxkv.model.params import LayerParams, Params
@@ -28,6 +29,7 @@ class StepOutput:
     pages: Pages
     logits: Array  # f32[B, V] of the last valid token, or f32[B, T, V]
     attention: Array | None = None  # f32[L, B, T, N·H] of the layers that attend, only when captured
+    copies: tuple[KVCopy, ...] | None = None  # as given, with the step's tokens
 
 
 def project_qkv(x: Array, layer: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
@@ -91,6 +93,8 @@ def forward_step(
     logits: str = "last",
     capture: bool = False,
     backend: Backend = AUTO,
+    copies: tuple[KVCopy, ...] | None = None,
+    at: tuple[Array, ...] = (),
 ) -> StepOutput:
     """One step: writes the KV of its tokens, then attends, layer by layer.
 
@@ -107,6 +111,8 @@ def forward_step(
       logits: "last" for f32[B, V] at each row's last valid token, "all" for f32[B, T, V]; static.
       capture: also return every layer's attention output; static.
       backend: XLA or kernels; static.
+      copies: per group, attended instead of the pages; for one token a row.
+      at: per group i32[B], where the copy takes each row's token.
     """
     if logits not in LOGITS:
         raise ConfigError(f"logits is '{logits}', expected 'last' or 'all'")
@@ -124,9 +130,11 @@ def forward_step(
             shifted = positions[:, None, :] - inputs.table.deltas[:, :, None]
             angles = rope_angles(shifted, group.rope, 2 * config.max_positions)
         query_angles.append(tuple(a[..., None, None, :] for a in angles))
-        seen.append(visibility(inputs.table, positions, step.lengths, held.page_size, group.window))
+        if copies is None:
+            seen.append(visibility(inputs.table, positions, step.lengths, held.page_size, group.window))
     append = append_of(backend)
     captured = []
+    copied = None if copies is None else list(copies)
     x = embed(step.tokens, params.embed, config.embed_scale)
     recurrent = iter(range(len(config.recurrent_layers)))
     for number, layer in enumerate(params.layers):
@@ -146,16 +154,15 @@ def forward_step(
             k = rotate(k, *key_angles[g], magnitude=magnitude)
             pages_out[g] = write_slots(pages_out[g], index, inputs.slots, k, v, append)
             q = rotate(q[:, None] * config.attention_scale, *query_angles[g], magnitude=magnitude)
-            attended = paged_attention(
-                q,
-                pages_out[g],
-                inputs.table,
-                seen[g],
-                positions,
-                layer=index,
-                window=group.window,
-                backend=backend,
-            )
+            where: dict[str, int] = {"layer": index, "window": group.window}
+            if copied is None:
+                attended = paged_attention(
+                    q, pages_out[g], inputs.table, seen[g], positions, backend=backend, **where
+                )
+            else:
+                kept = as_stored(pages_out[g], k[:, 0], v[:, 0])
+                copied[g] = put_written(copied[g], index, at[g], *kept)
+                attended = copied_attention(q, copied[g], inputs.table, positions[:, 0], **where)
             if capture:
                 captured.append(attended.reshape(*positions.shape, -1))
             attended = gate_attention(attended, x, layer, config)
@@ -166,6 +173,7 @@ def forward_step(
         pages=tuple(pages_out),
         logits=logits_of(x, params, config),
         attention=jnp.stack(captured) if capture else None,
+        copies=None if copied is None else tuple(copied),
     )
 
 
