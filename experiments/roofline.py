@@ -192,8 +192,8 @@ read the same bytes.
 """
 _TIMES = """The longer of bytes over HBM rate and FLOPs over peak; `c` where the FLOPs are the longer. In
 brackets: the compiler's own `optimal_seconds` for the compiled kernel, where one was asked. XLA counts what a
-Pallas kernel declares, so a difference to our figure is in what is counted, not in how fast it is. `-` where it
-adds up to less than nothing: XLA counts -1 second for an operation that it can't judge."""
+Pallas kernel declares, so a difference to our figure is in what is counted, not in how fast it is. `-` where
+it adds up to less than nothing: XLA counts -1 second for an operation that it can't judge."""
 
 
 def main() -> None:
