@@ -8,6 +8,8 @@ to the copy and to the pages. What is attended is the same, slot by slot.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -18,12 +20,18 @@ from jaxkv.model.attention import MASKED, NOWHERE, PEAK
 from jaxkv.typing import Array
 
 
+class LayerCopy(NamedTuple):
+    """One layer's keys and values of the slots that the tables show; S is a table's entries times P."""
+
+    keys: Array  # f32[B, K, S, H], rotated at their birth; 0 where nothing is readable
+    values: Array  # f32[B, K, S, H]
+
+
 @struct.dataclass(kw_only=True)
 class KVCopy:
-    """What the tables of one layer group show, by layer; S is a table's entries times P."""
+    """What the tables of one layer group show."""
 
-    keys: tuple[Array, ...]  # f32[B, K, S, H] each, rotated at their birth; 0 where nothing is readable
-    values: tuple[Array, ...]  # f32[B, K, S, H] each
+    layers: tuple[LayerCopy, ...]
     where: Array  # i32[B, S], position of each slot of the sequence; NOWHERE for others
 
 
@@ -43,19 +51,14 @@ def copy_tables(pages: KVPages, table: PageTable, before: Array) -> KVCopy:
     written = where < before[:, None, None]
     batch, entries = table.page.shape
 
-    def layer(index: int) -> tuple[Array, Array]:
+    def layer(index: int) -> LayerCopy:
         rows = read_pages(pages, index, table.page).astype(jnp.float32)
         rows = jnp.where(written[:, :, None, :, None], rows, 0.0)
         rows = rows.transpose(0, 2, 1, 3, 4).reshape(batch, rows.shape[2], entries * page_size, -1)
-        keys, values = jnp.split(rows, 2, axis=-1)
-        return keys, values
+        return LayerCopy(*jnp.split(rows, 2, axis=-1))
 
-    copied = [layer(index) for index in range(pages.kv.shape[0] // pages.num_pages)]
-    return KVCopy(
-        keys=tuple(keys for keys, _ in copied),
-        values=tuple(values for _, values in copied),
-        where=where.reshape(batch, -1),
-    )
+    layers = pages.kv.shape[0] // pages.num_pages
+    return KVCopy(layers=tuple(layer(i) for i in range(layers)), where=where.reshape(batch, -1))
 
 
 def place_in_copy(table: PageTable, slots: Array, page_size: int) -> Array:
@@ -69,7 +72,7 @@ def place_in_copy(table: PageTable, slots: Array, page_size: int) -> Array:
     return jax.vmap(place, in_axes=1, out_axes=1)(page, offset)
 
 
-def put_written(copy: KVCopy, layer: int, at: Array, keys: Array, values: Array) -> KVCopy:
+def put_written(copy: LayerCopy, at: Array, keys: Array, values: Array) -> LayerCopy:
     """Takes over a step's tokens, as their pages hold them: f32[B, K, H] each, to i32[B] places.
 
     A row that has ended writes too, over whatever is there: nobody looks at what it attends, and a write
@@ -80,34 +83,34 @@ def put_written(copy: KVCopy, layer: int, at: Array, keys: Array, values: Array)
         # Twice the same: XLA makes a scatter of one row an update of a slice, fuses that with each of its
         # readers and copies the whole for every one of them.
         row, at, keys, values = (jnp.concatenate([x, x]) for x in (row, at, keys, values))
-
-    def put(old: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
-        changed = old[layer].at[row, :, at].set(new, mode="promise_in_bounds")
-        return (*old[:layer], changed, *old[layer + 1 :])
-
-    return copy.replace(keys=put(copy.keys, keys), values=put(copy.values, values))  # type: ignore[attr-defined]
+    return LayerCopy(
+        *(
+            old.at[row, :, at].set(new, mode="promise_in_bounds")
+            for old, new in zip(copy, (keys, values), strict=True)
+        )
+    )
 
 
 def copied_attention(
-    q: Array, copy: KVCopy, table: PageTable, positions: Array, *, layer: int, window: int = 0
+    q: Array, copy: LayerCopy, where: Array, table: PageTable, positions: Array, *, window: int = 0
 ) -> Array:
     """`paged_attention` of one query a row, over the copy.
 
     Args:
       q: f32[B, R, 1, K, G, H], scaled, rotated at `positions - deltas[:, r]`.
-      copy: of the layer's group, the query's own key included.
+      copy: of the layer, the query's own key included.
+      where: i32[B, S], positions of the copy's slots.
       table: what the copy was made of.
       positions: i32[B] of the queries.
-      layer: index of the layer within its group.
       window: positions that a query sees, its own included; 0 for all. Static.
 
     Returns:
       f32[B, 1, K, G, H]; zeros for a row that sees no key.
     """
-    keys, values = copy.keys[layer], copy.values[layer]
-    visible = copy.where <= positions[:, None]
+    keys, values = copy
+    visible = where <= positions[:, None]
     if window:
-        visible &= copy.where > positions[:, None] - window
+        visible &= where > positions[:, None] - window
     bias = jnp.where(visible, 0.0, MASKED)[:, None]
     q = q[:, :, 0]
     blocks = table.delta_index.shape[1]
