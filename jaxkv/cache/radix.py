@@ -120,7 +120,8 @@ class Node:
 class Place(NamedTuple):
     """Where the index has, or had, the first `position` tokens of a text: in `node` and those above it.
 
-    A hint, kept beside a sequence: `PrefixIndex.confirm` says what is left of it.
+    A hint, kept beside a sequence that begins with these tokens: they were compared when it was made, and
+    `PrefixIndex.confirm` says what is left of it.
     """
 
     node: Node
