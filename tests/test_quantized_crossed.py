@@ -89,6 +89,7 @@ def test_bounded_and_unbounded_agree_bit_for_bit(
     np.testing.assert_array_equal(*results)
 
 
+@pytest.mark.slow
 def test_every_layer_of_a_model_of_local_ones_is_quantized(make_engine: Engines, text: Text) -> None:
     """One group; in view form and in copy form, which takes keys as born and rounds them once."""
     model = make_model(tiny_config(layer_types=("local", "local"), window=13))
