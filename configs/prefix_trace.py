@@ -2,18 +2,17 @@
 
     python -m experiments.launch --config=configs/prefix_trace.py
 
-Runtime: some minutes on two cores, most of the first run's for compiling; with `--config.smoke=True`
-(random weights, no download) under a minute.
+Runtime: about six minutes on two cores; with `--config.smoke=True` (random weights, no download) under a
+minute.
 
 Model and text: SmolLM2-135M-Instruct in float32; 24 requests of about 450 tokens from two tenants over
-three system prompts with three templates each, a quarter of them follow-ups, Poisson arrivals at one a
-second. The same trace is replayed with a pool that holds everything and with one that does not, each time
-with the prefix index and without it, in one process.
+three system prompts with three templates each, half of them follow-ups, Poisson arrivals at one a second.
+The same trace is replayed with a pool that holds everything and with one that does not, each time with the
+prefix index and without it, in one process.
 
-Not yet run to its end; what follows is an expectation.
-Expected: of the prompt tokens 70% repeat an earlier prompt of their tenant, so with pages for all about as
-many are found, and requests reach their first token sooner than without reuse. With few pages the hit rate
-falls and pages are evicted. Greedy outputs are the same, but for ties within rounding.
+Run 2026-11-30: with pages for all, 71% of the prompt tokens were found and the median time to the first token
+was 2.0 s against 10.4 s without the index; with 96 pages 59% and 3.0 s against 12.2 s, 219 pages evicted. All
+greedy outputs were the same. See experiments/RESULTS.md.
 """
 
 import ml_collections

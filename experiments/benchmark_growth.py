@@ -14,7 +14,9 @@ import argparse
 import csv
 import dataclasses
 import functools
+import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -214,12 +216,15 @@ def main(arguments: list[str] | None = None) -> list[Point]:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    points = [
-        *by_context(options.contexts, options.repeat),
-        *by_pool(options.pools, options.repeat),
-        *by_prompt(options.prompts, options.repeat),
-        *by_tree(options.branches, min(TREE_PROMPT, max(options.prompts)), options.repeat),
-    ]
+    points = []
+    for point in itertools.chain(
+        by_context(options.contexts, options.repeat),
+        by_pool(options.pools, options.repeat),
+        by_prompt(options.prompts, options.repeat),
+        by_tree(options.branches, min(TREE_PROMPT, max(options.prompts)), options.repeat),
+    ):
+        points.append(point)
+        print(f"{point.axis} {point.size:,}: {point.what} {point.value:.3g}", file=sys.stderr)
     table = rich.table.Table("axis", "what", "sizes", "values", "slope")
     for (axis, what), each in curves(points).items():
         sizes, values = ([f"{n:,}" for n in (p.size for p in each)], [f"{p.value:.3g}" for p in each])

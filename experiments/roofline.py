@@ -1,7 +1,7 @@
 """The roofline sheet on paper: bytes, FLOPs and expected times of the kernels, for chips that are not here.
 
     python -m experiments.roofline                      # writes docs/roofline.md
-    python -m experiments.roofline --compile=v5e,v6e    # with what these compilers say beside it
+    python -m experiments.roofline --compile=v5e,v6e,tpu7x    # with what these compilers say beside it
 
 A kernel is expected to take the longer of two times: its bytes at the HBM's rate, its FLOPs at the matrix
 units'. `--compile` runs the real compiler in a process of its own for each chip
@@ -159,7 +159,9 @@ def page(lines: list[Work], optimal: dict[str, list[float | None]], versions: st
             seconds, roof = expected(work, chip)
             cell = f"{seconds * 1e6:,.1f}" + ("" if roof == "HBM" else " c")
             said = optimal.get(key, [None] * len(lines))[i]
-            cells.append(cell + (f" ({said * 1e6:,.1f})" if said else ""))
+            if said is not None:
+                cell += f" ({said * 1e6:,.1f})" if said > 0 else " (-)"
+            cells.append(cell)
         text.append(f"| {work.kernel} | {work.shape} | {' | '.join(cells)} |")
     text += ["", f"Compilers: {versions}." if optimal else "Compilers: not asked.", ""]
     return "\n".join([*text, *_hopper(lines)])
@@ -190,7 +192,8 @@ read the same bytes.
 """
 _TIMES = """The longer of bytes over HBM rate and FLOPs over peak; `c` where the FLOPs are the longer. In
 brackets: the compiler's own `optimal_seconds` for the compiled kernel, where one was asked. XLA counts what a
-Pallas kernel declares, so a difference to our figure is in what is counted, not in how fast it is."""
+Pallas kernel declares, so a difference to our figure is in what is counted, not in how fast it is. `-` where
+it adds up to less than nothing: XLA counts -1 second for an operation that it can't judge."""
 
 
 def main() -> None:

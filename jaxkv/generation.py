@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache.sequence import Sequence
-from jaxkv.cache.table import StateInput, bucket
+from jaxkv.cache.table import PageTable, StateInput, bucket
 from jaxkv.errors import ConfigError
 from jaxkv.execute import extended
 from jaxkv.memory import Memory
@@ -20,6 +20,7 @@ from jaxkv.typing import Array, Int32
 from jaxkv.windows import group_inputs
 
 LOOP_STEPS = 32  # tokens of one compiled loop; between loops the host looks whether all rows ended
+COPY_BYTES = 2 << 30  # a loop's copy of its KV, at most; a batch that needs more reads its pages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,38 @@ class Decoded:
     tokens: Int32  # i32[n]
     stopped: bool
     logits: Array  # f32[V]
+
+
+def copied_blocks(used: int) -> int:
+    """Blocks that a copy of `used` ones takes: 2, 3, 4, 5, 6, 8, 10, 12, 16, ..."""
+    size = bucket(used, 2)
+    return next(n for n in (size * 5 // 8, size * 3 // 4, size) if n >= max(used, 2))
+
+
+def narrowed(memory: Memory, tables: tuple[PageTable, ...]) -> tuple[PageTable, ...] | None:
+    """The tables without the empty entries behind, if a loop over them is to copy its KV first, else None.
+
+    Three widths an octave, from 512 slots on: a copy has what it needs and a third more at most, and few
+    shapes are compiled.
+    """
+    if not memory.backend.copies_kv:
+        return None
+    narrow, nbytes = [], 0
+    for group, table in zip(memory.config.groups, tables, strict=True):
+        block = table.page.shape[1] // table.delta_index.shape[1]
+        used = np.flatnonzero(np.asarray(table.hi).any(axis=0))
+        blocks = used[-1] // block + 1 if len(used) else 1
+        width = min(copied_blocks(int(blocks)), table.delta_index.shape[1])
+        entries = width * block
+        narrow.append(
+            table.replace(  # type: ignore[attr-defined]
+                **{name: getattr(table, name)[:, :entries] for name in ("page", "first", "lo", "hi")},
+                delta_index=table.delta_index[:, :width],
+            )
+        )
+        slots = table.page.shape[0] * entries * memory.pool.page_size
+        nbytes += 8 * slots * memory.config.num_kv_heads * memory.config.head_dim * len(group.layers)
+    return tuple(narrow) if nbytes <= COPY_BYTES else None
 
 
 def decode_batch(
@@ -118,7 +151,17 @@ def decode_batch(
         states = np.array([read + unused, written + unused], np.int32)
 
     def one(pages: Pages, inputs: DecodeInput) -> tuple[Pages, DecodeOutput]:
-        out = decode_many(params, pages, inputs, config=memory.config, backend=memory.backend)
+        narrow = narrowed(memory, inputs.tables)
+        if narrow is not None:
+            inputs = inputs.replace(tables=narrow)  # type: ignore[attr-defined]
+        out = decode_many(
+            params,
+            pages,
+            inputs,
+            config=memory.config,
+            backend=memory.backend,
+            copied=narrow is not None,
+        )
         return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
 
     for number in range(rounds):

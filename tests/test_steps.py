@@ -88,14 +88,18 @@ def greedy(decoder: Decoder) -> list[list[int]]:
     return [decoder.greedy(p, STEPS) for p in prompts()]
 
 
-def many(model: jaxkv.Model, **changes: Any) -> Any:
+def many(model: jaxkv.Model, copied: bool = False, **changes: Any) -> Any:
     pages, logits = prefilled(model)
     inputs = decode_input(logits, **changes)
-    return jaxkv.decode_many(model.params, pages, inputs, config=model.config)
+    return jaxkv.decode_many(model.params, pages, inputs, config=model.config, copied=copied)
 
 
+both_ways = pytest.mark.parametrize("copied", [False, True], ids=["paged", "copied"])
+
+
+@both_ways
 def test_decode_many_is_repeated_decode_is_float64_greedy(
-    model: jaxkv.Model, greedy: list[list[int]], decoder: Decoder
+    model: jaxkv.Model, greedy: list[list[int]], decoder: Decoder, copied: bool
 ) -> None:
     pages, logits = prefilled(model)
     tokens = []
@@ -103,7 +107,7 @@ def test_decode_many_is_repeated_decode_is_float64_greedy(
         tokens.append(np.argmax(logits, -1))
         step = step_of(tokens[-1][:, None], (LENGTHS + i)[:, None], np.ones(B, int))
         pages, logits = jaxkv.decode(model.params, pages, step, config=model.config)
-    out = many(model)
+    out = many(model, copied)
     np.testing.assert_array_equal(out.tokens, np.stack(tokens, 1))
     np.testing.assert_array_equal(out.tokens, greedy)
     np.testing.assert_allclose(out.logits, logits, atol=2e-5)
@@ -116,14 +120,15 @@ def test_decode_many_is_repeated_decode_is_float64_greedy(
     assert not out.stopped.any()
 
 
+@both_ways
 def test_rows_stop_at_their_own_tokens_and_limits(
-    model: jaxkv.Model, greedy: list[list[int]], decoder: Decoder
+    model: jaxkv.Model, greedy: list[list[int]], decoder: Decoder, copied: bool
 ) -> None:
     stop = np.full((B, 4), -1, np.int32)
     stop[0, 2] = greedy[0][3]  # stops before its fourth token, unless drawn earlier
     stop[1, 0] = greedy[1][0]  # stops at once
     limits = np.array([STEPS, STEPS, 3, 0], np.int32)
-    out = many(model, stop=stop, limits=limits)
+    out = many(model, copied, stop=stop, limits=limits)
     first = greedy[0].index(greedy[0][3])
     assert out.counts.tolist() == [first, 0, 3, 0]
     assert out.stopped.tolist() == [True, True, False, False]

@@ -40,10 +40,10 @@ def abstract_pages(dtype: str) -> jaxkv.KVPages:
     return jaxkv.KVPages(kv=kv, scale=scale, num_pages=pages, dtype=dtype)
 
 
-def abstract_table(deltas: int) -> jaxkv.PageTable:
+def abstract_table(deltas: int, batch: int = B) -> jaxkv.PageTable:
     return jaxkv.PageTable(
-        page=i32(B, 128), first=i32(B, 128), lo=i32(B, 128), hi=i32(B, 128),
-        delta_index=i32(B, 8), deltas=i32(B, deltas),
+        page=i32(batch, 128), first=i32(batch, 128), lo=i32(batch, 128), hi=i32(batch, 128),
+        delta_index=i32(batch, 8), deltas=i32(batch, deltas),
     )  # fmt: skip
 
 
@@ -59,20 +59,20 @@ def lower_step(pages: jaxkv.KVPages) -> Any:
     )
 
 
-def lower_decode_many(pages: jaxkv.KVPages) -> Any:
+def lower_decode_many(pages: jaxkv.KVPages, batch: int = B, deltas: int = 1, *, copied: bool = False) -> Any:
     inputs = jaxkv.DecodeInput(
-        logits=f32(B, CONFIG.vocab_size),
-        positions=i32(B),
-        limits=i32(B),
-        stop=i32(B, 4),
-        slots=(i32(B, 8),),
-        tables=(abstract_table(1),),
+        logits=f32(batch, CONFIG.vocab_size),
+        positions=i32(batch),
+        limits=i32(batch),
+        stop=i32(batch, 4),
+        slots=(i32(batch, 8),),
+        tables=(abstract_table(deltas, batch),),
         sampling=SamplingInput(
-            temperature=f32(B), top_k=i32(B), top_p=f32(B),
-            seed=jax.ShapeDtypeStruct((B,), jnp.uint32),
+            temperature=f32(batch), top_k=i32(batch), top_p=f32(batch),
+            seed=jax.ShapeDtypeStruct((batch,), jnp.uint32),
         ),
     )  # fmt: skip
-    return steps._decode_many.lower(abstract_params(CONFIG), (pages,), inputs, config=CONFIG)
+    return steps._decode_many.lower(abstract_params(CONFIG), (pages,), inputs, config=CONFIG, copied=copied)
 
 
 def lower_relocate(pages: jaxkv.KVPages) -> Any:
@@ -91,6 +91,20 @@ def test_pages_are_updated_in_place(lower: Callable[[Any], Any], dtype: str) -> 
     memory = lower(pages).compile().memory_analysis()
     assert memory.alias_size_in_bytes == pool
     assert memory.temp_size_in_bytes < pool // 16
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+@pytest.mark.parametrize("deltas", [1, 7])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_loop_copies_its_kv_once(dtype: str, deltas: int, batch: int) -> None:
+    pages = abstract_pages(dtype)
+    pool = POOL_BYTES + (0 if pages.scale is None else pages.scale.size * 4)
+    memory = lower_decode_many(pages, batch, deltas, copied=True).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == pool
+    copy = CONFIG.num_layers * batch * 2 * (128 * P) * 2 * 16 * 4  # keys and values, float32
+    # While a layer is gathered it is there a few times; within the loop each copy is updated in place.
+    layers = 1 + 3 / CONFIG.num_layers
+    assert memory.temp_size_in_bytes < copy * layers + (1 << 20)
 
 
 def test_pages_of_every_kind_are_described_by_their_contract() -> None:

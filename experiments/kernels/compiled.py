@@ -39,7 +39,11 @@ def prepare(chip: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     if chip in TOPOLOGIES:
         os.environ.update(
-            TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-4", TPU_WORKER_HOSTNAMES="localhost"
+            TPU_SKIP_MDS_QUERY="1",
+            TPU_ACCELERATOR_TYPE="v5litepod-4",
+            TPU_WORKER_HOSTNAMES="localhost",
+            # Only a compiler, that takes no TPU from anybody: two may run side by side.
+            ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         )
         return
     cuda = Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13")

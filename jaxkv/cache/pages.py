@@ -133,6 +133,16 @@ def write_slots(
     return pages.replace(kv=kv, scale=scale)  # type: ignore[attr-defined]
 
 
+def as_stored(pages: KVPages, keys: Array, values: Array) -> tuple[Array, Array]:
+    """What f32[..., K, H] keys and values are worth once `write_slots` has stored them, float32."""
+    if pages.scale is None:
+        return keys.astype(pages.dtype).astype(jnp.float32), values.astype(pages.dtype).astype(jnp.float32)
+    (keys, of_key), (values, of_value) = (quantize(x, pages.dtype) for x in (keys, values))
+    both = dequantize(jnp.concatenate([keys, values], -1), jnp.stack([of_key, of_value], -1))
+    keys, values = jnp.split(both, 2, -1)
+    return keys, values
+
+
 def _rows(pages: KVPages, layer: int | Array, slots: Array) -> tuple[Array, Array]:
     """Rows and offsets i32[n] of slots to write."""
     slots = slots.reshape(-1)

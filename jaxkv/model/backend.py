@@ -75,6 +75,11 @@ class Backend:
             ) from None
 
     @property
+    def copies_kv(self) -> bool:
+        """Whether a decode loop had better copy KV out of its pages first: where XLA runs it on CPU."""
+        return self.mesh is None and not self.has("decode") and platform() == "cpu"
+
+    @property
     def storage_platform(self) -> str:
         """The platform whose way of storing pages is used: kernels read dtypes, not their bits."""
         return PLATFORMS.get(self.implementation) or platform()

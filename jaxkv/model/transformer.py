@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxkv.cache.pages import write_slots
+from jaxkv.cache.pages import KVPages, as_stored, write_slots
 from jaxkv.cache.states import Pages, States, kv_groups, read_states, write_states
-from jaxkv.cache.table import StepInput
+from jaxkv.cache.table import GroupInput, StepInput
 from jaxkv.errors import ConfigError
-from jaxkv.model.attention import append_of, dense_attention, paged_attention, visibility
+from jaxkv.model.attention import Visibility, append_of, dense_attention, paged_attention, visibility
 from jaxkv.model.backend import AUTO, Backend
 from jaxkv.model.config import ModelConfig
+from jaxkv.model.contiguous import KVCopy, LayerCopy, copied_attention, put_written
 from jaxkv.model.deltanet import gated_delta_net
 from jaxkv.model.layers import embed, gated_mlp, project, rms_norm, unembed
 from jaxkv.model.params import LayerParams, Params
 from jaxkv.model.recurrent_params import RecurrentParams
 from jaxkv.model.rope import rope_angles, rotate
 from jaxkv.typing import Array
+from pallas_kernels.dispatch import platform
 
 LOGITS = ("last", "all")
 
@@ -28,6 +33,7 @@ class StepOutput:
     pages: Pages
     logits: Array  # f32[B, V] of the last valid token, or f32[B, T, V]
     attention: Array | None = None  # f32[L, B, T, N·H] of the layers that attend, only when captured
+    copies: tuple[KVCopy, ...] | None = None  # as given, with the step's tokens
 
 
 def project_qkv(x: Array, layer: LayerParams, config: ModelConfig) -> tuple[Array, Array, Array]:
@@ -76,6 +82,55 @@ def _recurrent_layer(
     return x + gated_mlp(h, layer.gate_up, layer.down, config.activation), States(*states_out)
 
 
+class _View(NamedTuple):
+    """What the layers of one group have in common in a step."""
+
+    inputs: GroupInput
+    positions: Array  # i32[B, T]
+    key_angles: tuple[Array, ...]  # cosine and sine
+    query_angles: tuple[Array, ...]
+    seen: Visibility | Array  # of the pages, or where the slots of the copy stand
+    at: Array | None  # i32[B], with a copy
+
+
+@functools.partial(jax.jit, static_argnames=("config", "group", "backend", "on"))
+def _attention_layer(
+    x: Array,
+    layer: LayerParams,
+    pages: KVPages,
+    index: int,
+    view: _View,
+    copy: LayerCopy | None,
+    *,
+    config: ModelConfig,
+    group: int,
+    backend: Backend,
+    on: str,
+) -> tuple[Array, KVPages, LayerCopy | None, Array]:
+    """A whole layer, traced once for all layers of a group: most of a warm start was tracing them one by one.
+
+    `on`, the platform, only keeps what was traced for one from being used for another.
+    """
+    del on
+    of = config.groups[group]
+    inputs, seen = view.inputs, view.seen
+    q, k, v = project_qkv(x, layer, config)
+    k = rotate(k, *view.key_angles, magnitude=of.rope.magnitude)
+    pages = write_slots(pages, index, inputs.slots, k, v, append_of(backend))
+    q = rotate(q[:, None] * config.attention_scale, *view.query_angles, magnitude=of.rope.magnitude)
+    if isinstance(seen, Visibility):
+        attended = paged_attention(
+            q, pages, inputs.table, seen, view.positions, layer=index, window=of.window, backend=backend
+        )
+    else:
+        assert copy is not None
+        assert view.at is not None
+        copy = put_written(copy, view.at, *as_stored(pages, k[:, 0], v[:, 0]))
+        attended = copied_attention(q, copy, seen, inputs.table, view.positions[:, 0], window=of.window)
+    gated = gate_attention(attended, x, layer, config)
+    return finish_layer(x, gated, layer, config), pages, copy, attended
+
+
 def logits_of(x: Array, params: Params, config: ModelConfig) -> Array:
     """Logits f32[..., V] of the states f32[..., D] behind the last layer."""
     table = params.embed if params.unembed is None else params.unembed
@@ -91,6 +146,8 @@ def forward_step(
     logits: str = "last",
     capture: bool = False,
     backend: Backend = AUTO,
+    copies: tuple[KVCopy, ...] | None = None,
+    at: tuple[Array, ...] = (),
 ) -> StepOutput:
     """One step: writes the KV of its tokens, then attends, layer by layer.
 
@@ -107,15 +164,16 @@ def forward_step(
       logits: "last" for f32[B, V] at each row's last valid token, "all" for f32[B, T, V]; static.
       capture: also return every layer's attention output; static.
       backend: XLA or kernels; static.
+      copies: per group, attended instead of the pages; for one token a row.
+      at: per group i32[B], where the copy takes each row's token.
     """
     if logits not in LOGITS:
         raise ConfigError(f"logits is '{logits}', expected 'last' or 'all'")
     positions = step.positions
     pages_out = list(pages)
-    key_angles, query_angles, seen = [], [], []
-    for group, inputs, held in zip(config.groups, step.groups, kv_groups(pages), strict=True):
+    views = []
+    for g, (group, inputs, held) in enumerate(zip(config.groups, step.groups, kv_groups(pages), strict=True)):
         cos, sin = rope_angles(positions, group.rope, config.max_positions)
-        key_angles.append((cos[:, :, None], sin[:, :, None]))
         # A key born at b that stands at b + delta: (R(i) q)·(R(b+delta) k) = (R(i-delta) q)·(R(b) k).
         if inputs.table.deltas.shape[1] == 1:
             angles = cos[:, None], sin[:, None]
@@ -123,10 +181,20 @@ def forward_step(
             # Keys were born below max_positions, so i - delta stays below twice that.
             shifted = positions[:, None, :] - inputs.table.deltas[:, :, None]
             angles = rope_angles(shifted, group.rope, 2 * config.max_positions)
-        query_angles.append(tuple(a[..., None, None, :] for a in angles))
-        seen.append(visibility(inputs.table, positions, step.lengths, held.page_size, group.window))
-    append = append_of(backend)
+        views.append(
+            _View(
+                inputs=inputs,
+                positions=positions,
+                key_angles=(cos[:, :, None], sin[:, :, None]),
+                query_angles=tuple(a[..., None, None, :] for a in angles),
+                seen=visibility(inputs.table, positions, step.lengths, held.page_size, group.window)
+                if copies is None
+                else copies[g].where,
+                at=None if copies is None else at[g],
+            )
+        )
     captured = []
+    copied = None if copies is None else [list(copy.layers) for copy in copies]
     x = embed(step.tokens, params.embed, config.embed_scale)
     recurrent = iter(range(len(config.recurrent_layers)))
     for number, layer in enumerate(params.layers):
@@ -139,33 +207,32 @@ def forward_step(
                 pages_out[-1] = write_states(pages_out[-1], index, step.states.write, states)
             continue
         g, index = config.group_of(number)
-        group, inputs = config.groups[g], step.groups[g]
-        magnitude = group.rope.magnitude
         with jax.named_scope(f"layer_{number}"):
-            q, k, v = project_qkv(x, layer, config)
-            k = rotate(k, *key_angles[g], magnitude=magnitude)
-            pages_out[g] = write_slots(pages_out[g], index, inputs.slots, k, v, append)
-            q = rotate(q[:, None] * config.attention_scale, *query_angles[g], magnitude=magnitude)
-            attended = paged_attention(
-                q,
+            x, pages_out[g], copy, attended = _attention_layer(
+                x,
+                layer,
                 pages_out[g],
-                inputs.table,
-                seen[g],
-                positions,
-                layer=index,
-                window=group.window,
+                index,
+                views[g],
+                None if copied is None else copied[g][index],
+                config=config,
+                group=g,
                 backend=backend,
+                on=platform(),
             )
-            if capture:
-                captured.append(attended.reshape(*positions.shape, -1))
-            attended = gate_attention(attended, x, layer, config)
-            x = finish_layer(x, attended, layer, config)
+        if copied is not None:
+            copied[g][index] = copy
+        if capture:
+            captured.append(attended.reshape(*positions.shape, -1))
     if logits == "last":
         x = jnp.take_along_axis(x, jnp.maximum(step.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     return StepOutput(
         pages=tuple(pages_out),
         logits=logits_of(x, params, config),
         attention=jnp.stack(captured) if capture else None,
+        copies=None
+        if copies is None or copied is None
+        else tuple(c.replace(layers=tuple(new)) for c, new in zip(copies, copied, strict=True)),  # type: ignore[attr-defined]
     )
 
 

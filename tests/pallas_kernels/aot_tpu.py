@@ -12,12 +12,13 @@ import os
 import sys
 from typing import Any
 
-# No TPU is asked for: libtpu only compiles.
+# No TPU is asked for: libtpu only compiles, also while another process does.
 os.environ.update(
     JAX_PLATFORMS="cpu",
     TPU_SKIP_MDS_QUERY="1",
     TPU_ACCELERATOR_TYPE="v5litepod-4",
     TPU_WORKER_HOSTNAMES="localhost",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
 )
 
 import jax
