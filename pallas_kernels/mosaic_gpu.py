@@ -257,7 +257,10 @@ def widen(narrow: Any, where: Any, wide: Any) -> None:
     layout = plgpu.Layout.WGMMA
     alive = load(where, layout.reduce(1)) < NOWHERE
     for start in range(0, wide.shape[1], 128):
-        found = load(narrow.at[:, pl.ds(start, 128)], layout).astype(jnp.bfloat16)
+        found = load(narrow.at[:, pl.ds(start, 128)], layout)
+        if found.dtype != jnp.int8:
+            found = found.astype(jnp.float32)  # Hopper goes from float8 to bfloat16 through float16 only
+        found = found.astype(jnp.bfloat16)
         mask = lax.broadcast_in_dim(alive, found.shape, [0])
         wide[:, pl.ds(start, 128)] = jnp.where(mask, found, jnp.zeros_like(found))
     plgpu.commit_smem()

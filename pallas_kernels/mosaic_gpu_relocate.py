@@ -19,7 +19,7 @@ from pallas_kernels import mosaic_gpu as common
 
 Array = Any
 
-STAGES = 3
+STAGES = 3  # where they fit
 MOST_BYTES = 32 * 1024  # of a unit: two thread blocks of three stages share a multiprocessor
 MOST_ELEMENTS = 64 * 64  # of one half of the keys of a unit: they are held in registers
 BLOCKS_WANTED = 3 * 132  # three blocks for each of an H100's 132 multiprocessors
@@ -93,11 +93,18 @@ def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpre
     blocks = min(units, BLOCKS_WANTED)
     rest = [(start, min(BOX, width - start)) for start in range(2 * half, width, BOX)]
     padded = -(-size // common.ROWS) * common.ROWS
+    stage = 2 * padded * half * itemsize + size * (width - 2 * half) * itemsize + 2 * half * 4
+    stages = min(STAGES, (common.SHARED_BYTES - common.RESERVED_BYTES) // stage)
+    if stages < 2:
+        raise NotImplementedError(
+            f"Hopper relocation takes rotary dims of which two stages fit a multiprocessor, found {2 * half} "
+            f"of {dtype}"
+        )
     swizzle = next(s for s in (128, 64, 32) if half * itemsize % s == 0)
     layout = plgpu.Layout.WGMMA
 
     def body(*refs: Any) -> None:
-        pages_ref, moves_ref, angles_ref, low_s, high_s, rest_s, angles_s, filled = refs
+        pages_ref, moves_ref, angles_ref, low_s, high_s, *rest_s, angles_s, filled = refs
         block = lax.axis_index("block")
         mine = (units - block + blocks - 1) // blocks
 
@@ -105,7 +112,7 @@ def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpre
             """Shared buffers of a slot beside the columns that they hold."""
             keys = [(low_s, (0, half)), (high_s, (half, half))]
             return [(ref.at[slot, pl.ds(0, size)], columns) for ref, columns in keys] + [
-                (rest_s.at[slot, :, pl.ds(start - 2 * half, n)], (start, n)) for start, n in rest
+                (ref.at[slot], columns) for ref, columns in zip(rest_s, rest, strict=True)
             ]
 
         def unit(i: Array) -> tuple[Array, Array]:
@@ -117,7 +124,7 @@ def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpre
 
         def fetch(i: Array) -> None:
             move, part = unit(i)
-            slot = lax.rem(i, STAGES)
+            slot = lax.rem(i, stages)
             ready = filled.at[slot]
             plgpu.copy_gmem_to_smem(angles_ref.at[move], angles_s.at[slot], ready)
             for buffer, (start, n) in pieces(slot):
@@ -126,7 +133,7 @@ def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpre
 
         def turn(i: Array, _: None) -> None:
             move, part = unit(i)
-            slot = lax.rem(i, STAGES)
+            slot = lax.rem(i, stages)
             target = moves_ref[move, 1]
             plgpu.barrier_wait(filled.at[slot])
             low, high = (common.load(ref.at[slot], layout).astype(jnp.float32) for ref in (low_s, high_s))
@@ -146,23 +153,23 @@ def _kernel(pages: Any, moves: Array, angles: Array, *, page_rows: int, interpre
                     plgpu.copy_smem_to_gmem(buffer, pages_ref.at[rows(target, part), pl.ds(start, n)])
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(i + STAGES < mine)(lambda: fetch(i + STAGES))
+            pl.when(i + stages < mine)(lambda: fetch(i + stages))
 
-        for i in range(STAGES):
+        for i in range(stages):
             pl.when(i < mine)(functools.partial(fetch, jnp.int32(i)))
         lax.fori_loop(0, mine, turn, None)
         plgpu.wait_smem_to_gmem(0)
 
     keys = plgpu.SMEM(
-        (STAGES, padded, half), dtype,
+        (stages, padded, half), dtype,
         transforms=(plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)),
     )  # fmt: skip
     scratch = (
         keys,
         keys,
-        plgpu.SMEM((STAGES, size, width - 2 * half), dtype),
-        plgpu.SMEM((STAGES, 2 * half), jnp.float32),
-        plgpu.Barrier(num_arrivals=3 + len(rest), num_barriers=STAGES),
+        *(plgpu.SMEM((stages, size, n), dtype) for _, n in rest),
+        plgpu.SMEM((stages, 2 * half), jnp.float32),
+        plgpu.Barrier(num_arrivals=3 + len(rest), num_barriers=stages),
     )
     # `plgpu.kernel` of jax 0.10 takes no references; the function that it wraps does, in every version.
     kernel = pl.kernel(

@@ -122,6 +122,7 @@ def hybrid_run(
     states: list[tuple[Array, Array]] | None = None,
     written: Any = None,
     inputs: list[Array] | None = None,
+    store: Any = None,
 ) -> tuple[Array, list[tuple[Array, Array, Array]], list[tuple[Array, Array]]]:
     """Runs tokens at ascending positions, in their order for recurrent layers, in float64.
 
@@ -153,10 +154,13 @@ def hybrid_run(
             qkv = np.einsum("td,dkgh->tkgh", h, f64(layer.qkv))
             q = norm(qkv[:, :, :group], f64(layer.q_norm), c.norm_eps).reshape(len(x), c.num_heads, -1)
             k = norm(qkv[:, :, group], f64(layer.k_norm), c.norm_eps)
+            v = qkv[:, :, group + 1]
+            if store is not None:
+                k, v = turn(store(turn(k, positions, c.rope)), -positions, c.rope), store(v)
             at, keys, values = (np.zeros(0), nothing, nothing) if cached is None else cached[len(kv)]
             at = np.concatenate([at, positions[written]])
             keys = np.concatenate([keys, k[written]])
-            values = np.concatenate([values, qkv[written][:, :, group + 1]])
+            values = np.concatenate([values, v[written]])
             assert len(np.unique(at)) == len(at), "a position has two keys"
             turned = np.repeat(turn(keys, at, c.rope), group, 1)
             scores = np.einsum("tnh,snh->nts", turn(q, positions, c.rope), turned) / np.sqrt(c.head_dim)

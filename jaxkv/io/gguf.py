@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxkv.errors import FormatError
 from jaxkv.io.gguf_configs import config_from_gguf
+from jaxkv.io.value_heads import grouped_heads
 from jaxkv.io.weights import Progress, build_params
 from jaxkv.model.config import ModelConfig
 from jaxkv.model.families import family_from_gguf
@@ -246,6 +247,14 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     embed = file.tensors.get(family.gguf_tensors["embed"])
     if embed is None:
         raise FormatError(f"{where}: tensor '{family.gguf_tensors['embed']}' is missing")
+    blocks = file.metadata.get(f"{family.gguf_architecture}.block_count")
+    if isinstance(
+        blocks, int
+    ):  # a corrupt file may claim any number: nothing is made of it before it is seen
+        norms = (family.gguf_tensors["attn_norm"].format(i=i) for i in range(blocks))
+        missing = next((name for name in norms if name not in file.tensors), None)
+        if missing is not None:
+            raise FormatError(f"{where}: tensor '{missing}' is missing")
     factors = file.tensors.get(family.gguf_rope_factors)
     return config_from_gguf(
         file.metadata,
@@ -260,14 +269,17 @@ def read_gguf_params(
     file: GgufFile, config: ModelConfig, *, dtype: str = "float32", progress: Progress | None = None
 ) -> Params:
     """Dequantizes all weights of an opened file; see `build_params` for arguments and errors."""
-    family = family_from_gguf(file.metadata, file.path.name)
+    where = file.path.name
+    family = family_from_gguf(file.metadata, where)
+    blocks = file.metadata.get(f"{family.gguf_architecture}.block_count", 0)
+    further = tuple(f"blk.{i}." for i in range(config.num_layers, blocks))  # no layers of the decoder
     return build_params(
         config,
-        file.tensors,
+        grouped_heads(config, file.tensors, family.gguf_tensors, where),
         names=family.gguf_tensors,
         interleaved=family.gguf_interleaved,
         dtype=dtype,
-        where=file.path.name,
-        ignored=lambda name: name == family.gguf_rope_factors,
+        where=where,
+        ignored=lambda name: name == family.gguf_rope_factors or name.startswith(further),
         progress=progress,
     )

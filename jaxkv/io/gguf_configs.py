@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.errors import FormatError
+from jaxkv.errors import ConfigError, FormatError
 from jaxkv.io.fields import Fields, global_every, model_config, rope_config
-from jaxkv.model.config import ModelConfig, RopeConfig
+from jaxkv.model.config import ModelConfig, RecurrentConfig, RopeConfig
 from jaxkv.model.families import Family, family_from_gguf
 from jaxkv.model.rope import inverse_frequencies
 from jaxkv.typing import Float32
@@ -49,7 +49,9 @@ def config_from_gguf(
     fields.only(family.gguf_only)
     heads, dim = fields.integer("attention.head_count"), fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", dim // max(heads, 1))
-    for key in ("attention.value_length", "rope.dimension_count"):
+    partial = family.partial_rotary != 1.0  # such a file has to say how much of a head is rotated
+    rotary_dim = fields.positive("rope.dimension_count") if partial else head_dim
+    for key in ("attention.value_length", *(() if partial else ("rope.dimension_count",))):
         if fields.integer(key, head_dim) != head_dim:
             raise fields.fail(key, own[key], f"the head dimension {head_dim}")
     if fields.integer("vocab_size", vocab_size) != vocab_size:
@@ -59,7 +61,7 @@ def config_from_gguf(
     eos_keys = [f"tokenizer.ggml.{k}_token_id" for k in ("eos", "eot", "eom")]
     eos = dict.fromkeys(tokens.integer(k) for k in eos_keys if k in metadata)
     positions = fields.integer("context_length")
-    layers = fields.integer("block_count")
+    layers = _decoder_layers(fields)
     wide = layers in family.gguf_wide_queries and heads
     return model_config(
         where,
@@ -76,16 +78,36 @@ def config_from_gguf(
         head_dim=head_dim,
         mlp_dim=fields.integer("feed_forward_length"),
         max_positions=positions,
-        rope=_rope_from_gguf(fields, head_dim, positions, rope_factors),
+        rope=_rope_from_gguf(fields, rotary_dim, positions, rope_factors),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         tie_embeddings=tied,
         bos_token_id=None if bos is None else tokens.integer("tokenizer.ggml.bos_token_id"),
         eos_token_ids=tuple(eos),
+        image_token_ids=_image_tokens(metadata, family),
     )
 
 
+def _decoder_layers(fields: Fields) -> int:
+    """Layers of the decoder: blocks but those of a head that predicts several tokens, which stand last."""
+    blocks, further = fields.integer("block_count"), fields.integer("nextn_predict_layers", 0)
+    if further and further >= blocks:
+        raise fields.fail("nextn_predict_layers", further, f"less than block_count {blocks}")
+    return blocks - further
+
+
+def _image_tokens(metadata: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    """Ids of tokens that stand for what is no text: a GGUF file has only their place in its vocabulary."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not family.gguf_image_tokens or not isinstance(tokens, list):
+        return ()
+    return tuple(tokens.index(text) for text in family.gguf_image_tokens if text in tokens)
+
+
 def _layers_from_gguf(fields: Fields, family: Family, count: int, head_dim: int) -> dict[str, Any]:
-    """Layer types, window and the local layers' rotation, where some layers are local."""
+    """Layer types, window and the local layers' rotation, where some layers are local; shape of recurrent
+    ones."""
+    if family.recurrent:
+        return _recurrent_from_gguf(fields, count)
     if not family.gguf_global_every or not fields.integer("attention.sliding_window", 0):
         return {}
     pattern = fields.data.get("attention.sliding_window_pattern", family.gguf_global_every)
@@ -106,14 +128,48 @@ def _layers_from_gguf(fields: Fields, family: Family, count: int, head_dim: int)
     }
 
 
+def _recurrent_from_gguf(fields: Fields, count: int) -> dict[str, Any]:
+    """Layer types and shape of recurrent layers, in the words that GGUF has for state-space models."""
+    listed = fields.data.get("attention.recurrent_layers")
+    if listed is None:
+        key = "full_attention_interval"
+        step = fields.positive(key) if key in fields.data else 4
+        flags = [bool((i + 1) % step) for i in range(count)]
+    else:
+        blocks = fields.integer("block_count")
+        if (
+            not isinstance(listed, list)
+            or len(listed) != blocks
+            or any(flag not in (0, 1) for flag in listed)
+        ):
+            raise fields.fail("attention.recurrent_layers", listed, f"{blocks} of true and false")
+        flags = [bool(flag) for flag in listed[:count]]
+    if not any(flags):
+        return {}
+    heads, inner = fields.positive("ssm.time_step_rank"), fields.positive("ssm.inner_size")
+    if inner % heads:
+        raise fields.fail("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank {heads}")
+    try:
+        shape = RecurrentConfig(
+            num_key_heads=fields.positive("ssm.group_count"),
+            num_value_heads=heads,
+            key_dim=fields.positive("ssm.state_size"),
+            value_dim=inner // heads,
+            conv_width=fields.positive("ssm.conv_kernel"),
+        )
+    except ConfigError as error:
+        raise FormatError(f"{fields.where}: {error}") from error
+    return {"layer_types": tuple("recurrent" if flag else "global" for flag in flags), "recurrent": shape}
+
+
 def _rope_from_gguf(
-    fields: Fields, head_dim: int, positions: int, rope_factors: Float32 | None
+    fields: Fields, rotary_dim: int, positions: int, rope_factors: Float32 | None
 ) -> RopeConfig:
     data = fields.data
     theta = fields.number("rope.freq_base", 10_000.0)
     if theta <= 1:
         raise fields.fail("rope.freq_base", theta, "more than 1")
-    values: dict[str, Any] = {"theta": theta, "rotary_dim": head_dim}
+    values: dict[str, Any] = {"theta": theta, "rotary_dim": rotary_dim}
     kind = data.get("rope.scaling.type", "linear" if "rope.scale_linear" in data else "none")
     if kind not in ("none", "linear", "yarn"):
         raise fields.fail("rope.scaling.type", kind, "one of none, linear, yarn")

@@ -20,6 +20,10 @@ _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Qwen3.5: that of Qwen2, but marks that combine with a letter belong to its word.
+_MARKS = (
+    (_CL100K % 1).replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
         "llama3": _LLAMA3,
         "llama-v3": _LLAMA3,
         "qwen2": PreTokenizer(patterns=(_CL100K % 1,), nfc=True),
+        "qwen35": PreTokenizer(patterns=(_MARKS,), nfc=True),
     }
 )
 

@@ -103,10 +103,7 @@ def delta_chunks(
     system = jnp.where(row > column, products * beta[..., None], 0.0)
     decayed = jnp.exp(total)[..., None]
     wanted = jnp.concatenate([v, jnp.broadcast_to(k * decayed, (*v.shape[:-1], key_dim))], axis=-1)
-    # Forward substitution: a Neumann series would cancel catastrophically where keys repeat.
-    solved = jax.lax.linalg.triangular_solve(
-        system, wanted * beta[..., None], left_side=True, lower=True, unit_diagonal=True
-    )
+    solved = _matmul(unit_lower_inverse(system), wanted * beta[..., None])
     new, read = solved[..., :value_dim], solved[..., value_dim:]
     within = _matmul(q, k.swapaxes(-1, -2)) * between
     queries = q * decayed
@@ -123,6 +120,36 @@ def delta_chunks(
     state, out = jax.lax.scan(fold, state, (new, read, within, queries, keys, left))
     out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(batch, -1, heads, value_dim)[:, :length]
     return out, state.reshape(batch, heads, key_dim, value_dim)
+
+
+def unit_lower_inverse(strict: Array) -> Array:
+    """(I + strict)⁻¹ of strictly lower triangular f32[..., n, n]: blocks of twice the size, log2(n) times.
+
+    The inverse of [[A, 0], [C, B]] is [[A⁻¹, 0], [-B⁻¹·C·A⁻¹, B⁻¹]]. As stable as forward substitution, where
+    a Neumann series would cancel catastrophically when keys repeat. Not `triangular_solve`: two batched ones
+    at once can wait for each other for ever on CPU, since jaxlib's kernel (seen in 0.10.2) blocks the very
+    threads on which its parts are to run.
+    """
+    n = strict.shape[-1]
+    size = 1 << (n - 1).bit_length()
+    strict = jnp.pad(strict, ((0, 0),) * (strict.ndim - 2) + ((0, size - n),) * 2)
+    batch = strict.shape[:-2]
+    inverse = jnp.ones((*batch, size, 1, 1), strict.dtype)
+    half = 1
+    while half < size:
+        blocks = strict.reshape(*batch, size // (2 * half), 2 * half, size // (2 * half), 2 * half)
+        below = jnp.einsum("...iaib->...iab", blocks)[..., half:, :half]
+        above, beneath = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -_matmul(_matmul(beneath, below), above)
+        inverse = jnp.concatenate(
+            [
+                jnp.concatenate([above, jnp.zeros_like(above)], -1),
+                jnp.concatenate([corner, beneath], -1),
+            ],
+            -2,
+        )
+        half *= 2
+    return inverse[..., 0, :n, :n]
 
 
 def _matmul(a: Array, b: Array) -> Array:

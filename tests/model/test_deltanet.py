@@ -13,7 +13,14 @@ from tiny import sharp_params
 from tiny_hybrid import SHAPE, hybrid_config
 from tolerances import tolerance
 
-from jaxkv.model.deltanet import causal_conv, delta_chunks, delta_step, gated_delta_net, unit
+from jaxkv.model.deltanet import (
+    causal_conv,
+    delta_chunks,
+    delta_step,
+    gated_delta_net,
+    unit,
+    unit_lower_inverse,
+)
 
 B, HK, HV, DK, DV = 2, 2, 4, 16, 12
 chunks = jax.jit(delta_chunks, static_argnames="chunk")
@@ -51,6 +58,24 @@ def test_chunks_hold_where_keys_repeat() -> None:
     k[:], log_decay[:], beta[:] = k[:, :1], -1e-4, 0.999
     inputs = [q, k, v, log_decay, beta, state]
     judge(inputs, *chunks(*inputs, chunk=64), "delta_rule_repeated")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("kind", ["random", "repeats"])
+def test_a_unit_lower_triangular_matrix_is_inverted(n: int, kind: str) -> None:
+    """Equal keys make every entry the same: powers of it grow to 1e18, the inverse stays at 1."""
+    random = np.random.default_rng(n).uniform(-0.3, 0.3, (2, 3, n, n))
+    strict = np.tril(random if kind == "random" else np.full((2, 3, n, n), 0.999), -1)
+    found = jax.jit(unit_lower_inverse)(strict.astype(np.float32))
+    np.testing.assert_allclose(found, np.linalg.inv(np.eye(n) + strict), atol=tolerance("delta_rule"))
+
+
+def test_no_chunk_waits_in_the_thread_pool_for_its_own_threads() -> None:
+    """jaxlib's batched LAPACK kernels do, and two of them at once never end: any custom call is suspect."""
+    inputs = draw(130)
+    trained = jax.jit(jax.grad(lambda *x: delta_chunks(*x)[0].sum(), argnums=(0, 1, 2)))
+    for lowered in (chunks.lower(*inputs), trained.lower(*inputs)):
+        assert "custom_call" not in lowered.as_text()
 
 
 def test_chunks_hold_where_everything_decays() -> None:

@@ -22,12 +22,16 @@ from jaxkv.model.families.qwen3_5 import QWEN3_5
 
 FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, GEMMA3, QWEN3_5)
 _EXPERTS = "its layers choose among experts, which is not supported"
-REFUSED = {
+REFUSED = {  # by Hugging Face's names and by GGUF's
     "qwen3_5_moe": _EXPERTS,
     "qwen3_5_moe_text": _EXPERTS,
     "qwen3_next": _EXPERTS,
     "qwen3_moe": _EXPERTS,
     "qwen2_moe": _EXPERTS,
+    "qwen35moe": _EXPERTS,
+    "qwen3next": _EXPERTS,
+    "qwen3moe": _EXPERTS,
+    "qwen2moe": _EXPERTS,
 }
 
 __all__ = [
@@ -63,5 +67,9 @@ def family_from_gguf(metadata: Mapping[str, Any], where: str) -> Family:
     for family in readable:
         if found == family.gguf_architecture:
             return family
+    if isinstance(found, str) and found in REFUSED:
+        raise FormatError(
+            f"{where}: general.architecture is {found!r}: {REFUSED[found]}, expected a dense model"
+        )
     known = ", ".join(f"'{f.gguf_architecture}'" for f in readable)
     raise FormatError(f"{where}: general.architecture is {found!r}, expected one of {known}")

@@ -76,6 +76,7 @@ class Family:
     partial_rotary: float = 1.0  # share of a head that is rotated, where the file does not say
     recurrent: bool = False  # has gated DeltaNet layers
     gguf_local_theta: float = 0.0  # RoPE base of local layers in GGUF files that do not say
+    gguf_image_tokens: tuple[str, ...] = ()  # as hf_image_tokens, by their text in the vocabulary
 
 
 def layer_parts(config: ModelConfig, layer: int) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from jaxkv.model.families.base import Family
-from jaxkv.model.families.common import HF_ONLY, HF_TENSORS
+from jaxkv.model.families.common import GGUF_ONLY, GGUF_READ, GGUF_TENSORS, HF_ONLY, HF_TENSORS
 
 _MIXER = "model.layers.{i}.linear_attn."
 
@@ -89,12 +89,38 @@ QWEN3_5 = Family(
     hf_renames=(("model.language_model.", "model."),),
     hf_ignored=("model.visual.", "mtp."),
     hf_derived_tensors=("rotary_emb.inv_freq",),
-    gguf_architecture="",  # no GGUF reader: converters reorder the heads of recurrent layers
-    gguf_only=MappingProxyType({}),
-    gguf_read=frozenset(),
-    gguf_tensors=MappingProxyType({}),
-    gguf_rope_factors="",
+    gguf_architecture="qwen35",
+    gguf_only=MappingProxyType({**GGUF_ONLY, "attention.sliding_window": (0,)}),
+    gguf_read=GGUF_READ
+    | {
+        "full_attention_interval",
+        "attention.recurrent_layers",
+        "ssm.conv_kernel",
+        "ssm.state_size",
+        "ssm.group_count",
+        "ssm.time_step_rank",
+        "ssm.inner_size",
+        "rope.dimension_sections",  # of M-RoPE, which is ordinary RoPE for text
+        "nextn_predict_layers",  # layers behind the decoder's, of the head that predicts several tokens
+    },
+    gguf_tensors=MappingProxyType(
+        {
+            **GGUF_TENSORS,
+            "mlp_norm": "blk.{i}.post_attention_norm.weight",
+            "mix_qkv": "blk.{i}.attn_qkv.weight",
+            "mix_gate": "blk.{i}.attn_gate.weight",
+            "mix_beta": "blk.{i}.ssm_beta.weight",
+            "mix_decay": "blk.{i}.ssm_alpha.weight",
+            "mix_conv": "blk.{i}.ssm_conv1d.weight",
+            "decay_log": "blk.{i}.ssm_a",
+            "decay_bias": "blk.{i}.ssm_dt.bias",
+            "mix_norm": "blk.{i}.ssm_norm.weight",
+            "mix_out": "blk.{i}.ssm_out.weight",
+        }
+    ),
+    gguf_rope_factors="rope_freqs.weight",
     gguf_interleaved=False,
+    gguf_image_tokens=("<|image_pad|>", "<|video_pad|>"),
     fixed=MappingProxyType({"qk_norm": True, "attention_gate": True}),
     norm_offset=1.0,
     partial_rotary=0.25,
