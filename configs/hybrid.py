@@ -9,8 +9,9 @@ Runtime: a few minutes on two cores behind the training.
 nearest snapshot and runs every token over relocated keys: the difference is what the stale state costs.
 `scr(states=compose)` passes over what of the kept text lies between two snapshots, by its operator.
 
-Run 2026-11-30: the fork is 1.6e-3 nats off, replay and compose 6e-8: nearly all of the divergence is that of
-stale states, and what two snapshots and an operator pass over costs no answer. See experiments/RESULTS.md.
+Expected, as run on 2026-11-30: the fork is 1.6e-3 nats off, replay and compose 6e-8: nearly all of the
+divergence is that of stale states, and what two snapshots and an operator pass over costs no answer. See
+experiments/RESULTS.md.
 """
 
 import ml_collections

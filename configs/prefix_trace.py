@@ -10,9 +10,9 @@ three system prompts with three templates each, half of them follow-ups, Poisson
 The same trace is replayed with a pool that holds everything and with one that does not, each time with the
 prefix index and without it, in one process.
 
-Run 2026-11-30: with pages for all, 71% of the prompt tokens were found and the median time to the first token
-was 2.0 s against 10.4 s without the index; with 96 pages 59% and 3.0 s against 12.2 s, 219 pages evicted. All
-greedy outputs were the same. See experiments/RESULTS.md.
+Expected, as run on 2026-11-30: with pages for all, 71% of the prompt tokens were found and the median time
+to the first token was 2.0 s against 10.4 s without the index; with 96 pages 59% and 3.0 s against 12.2 s,
+219 pages evicted. All greedy outputs were the same. See experiments/RESULTS.md.
 """
 
 import ml_collections

@@ -8,8 +8,8 @@ Runtime: a minute or two on two cores behind the training.
 A local layer sees what stands within its window, so what is stale for it fades layer by layer behind the
 seam; the global layer in four sees the edit from everywhere.
 
-Run 2026-11-30: plain reuse is 5e-5 nats off, less at the head (1e-5), where no local layer loses anything that
-it saw; 32 repaired tokens take it to 6e-6. See experiments/RESULTS.md.
+Expected, as run on 2026-11-30: plain reuse is 5e-5 nats off, less at the head (1e-5), where no local layer
+loses anything that it saw; 32 repaired tokens take it to 6e-6. See experiments/RESULTS.md.
 """
 
 import ml_collections

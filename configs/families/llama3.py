@@ -9,11 +9,11 @@ Llama 3.x (a directory with config.json and safetensors or a GGUF file).
 Llama 3.1 scales the slow frequencies by 8 and leaves the fast ones: still a fixed rotation per
 position, so relocation composes.
 
-Measured on 2026-11-30, one deletion and one insertion of 48 in 600 tokens: `exact` at the noise floor
-(9e-14 nats a token); `scr` 4.4e-3, in both forms; `first_k(32)` 3.6e-3, 8.1 times cheaper than exact prefix
-reuse. The controls are above: `no_rotation` 1.8e-2, 4 times that of `scr`, `drop` 7.6e-2, 17 times.
-Random weights attend almost evenly, so the figures say nothing about reuse under trained ones: for that, give
-`--config.model`.
+Expected, as run on 2026-11-30: one deletion and one insertion of 48 in 600 tokens: `exact` at the noise
+floor (9e-14 nats a token); `scr` 4.4e-3, in both forms; `first_k(32)` 3.6e-3, 8.1 times cheaper than exact
+prefix reuse. The controls are above: `no_rotation` 1.8e-2, 4 times that of `scr`, `drop` 7.6e-2, 17 times.
+Random weights attend almost evenly, so the figures say nothing about reuse under trained ones: for that,
+give `--config.model`.
 """
 
 import ml_collections

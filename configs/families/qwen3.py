@@ -8,11 +8,11 @@ Qwen3 (a directory with config.json and safetensors or a GGUF file).
 
 A head's query and key are normalized before they are rotated.
 
-Measured on 2026-11-30, one deletion and one insertion of 48 in 600 tokens: `exact` at the noise floor
-(8e-14 nats a token); `scr` 4.5e-3, in both forms; `first_k(32)` 3.3e-3, 8.1 times cheaper than exact prefix
-reuse. The controls are above: `no_rotation` 1.3e-2, 3 times that of `scr`, `drop` 8.9e-2, 20 times.
-Random weights attend almost evenly, so the figures say nothing about reuse under trained ones: for that, give
-`--config.model`.
+Expected, as run on 2026-11-30: one deletion and one insertion of 48 in 600 tokens: `exact` at the noise
+floor (8e-14 nats a token); `scr` 4.5e-3, in both forms; `first_k(32)` 3.3e-3, 8.1 times cheaper than exact
+prefix reuse. The controls are above: `no_rotation` 1.3e-2, 3 times that of `scr`, `drop` 8.9e-2, 20 times.
+Random weights attend almost evenly, so the figures say nothing about reuse under trained ones: for that,
+give `--config.model`.
 """
 
 import ml_collections
