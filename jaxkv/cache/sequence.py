@@ -182,6 +182,8 @@ def rows_of(segments: Int32, start: int, end: int) -> tuple[int, int]:
     """
     item, rows = segments.item, range(len(segments))
     first = bisect.bisect_right(rows, start, key=lambda i: item(i, FIRST) + item(i, HI))
+    if end <= start:  # an empty stretch lies in no row, also where it lies within one
+        return first, first
     return first, bisect.bisect_left(rows, end, first, key=lambda i: item(i, FIRST) + item(i, LO))
 
 
