@@ -1,9 +1,10 @@
 """Snapshots in saved caches and tiers: bit by bit what was saved, or not there at all."""
 
+# ruff: noqa: F401, F811 - fixtures are imported
+
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from recurrent_reference import hybrid_logits
 from test_engine_persistence import biggest, flip, kill_savers, rewrite
 from test_engine_tiers import CONTRACT
-from tiny import NUM_PAGES, PAGE_SIZE
-from tiny_hybrid import CHUNK, hybrid_model
+from test_hybrid_engine import EVERY, Make, hybrid, make
+from tiny import PAGE_SIZE
 from tolerances import tolerance
 
 import jaxkv
@@ -21,31 +22,6 @@ from jaxkv.cache.entry import SavedState, make_entry, pack, unpack
 from jaxkv.cache.tiers import HostTier, Tiers
 from jaxkv.io import cache_files
 from jaxkv.transfer import read_state
-
-EVERY = 32
-Make = Callable[..., jaxkv.Engine]
-
-
-@pytest.fixture(scope="module")
-def hybrid() -> jaxkv.Model:
-    return hybrid_model()
-
-
-@pytest.fixture
-def make(hybrid: jaxkv.Model) -> Iterator[Make]:
-    made: list[jaxkv.Engine] = []
-
-    def engine(**changes: Any) -> jaxkv.Engine:
-        values: dict[str, Any] = {
-            "num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "chunk_size": CHUNK, "num_states": 16,
-            "snapshot_every": EVERY, "poison_free_pages": True,
-        }  # fmt: skip
-        made.append(jaxkv.Engine(changes.pop("model", hybrid), **{**values, **changes}))
-        return made[-1]
-
-    yield engine
-    for one in made:
-        one.check()
 
 
 def contents(engine: jaxkv.Engine) -> dict[int, tuple[np.ndarray, ...]]:
