@@ -46,11 +46,11 @@ def params_of(reference: Decoder, config: jaxkv.ModelConfig) -> jaxkv.Params:
         layers.append(
             jaxkv.model.params.LayerParams(
                 attn_norm=f32(p.attn_norm),
-                qkv=f32(np.concatenate([q, p.k[:, :, None], p.v[:, :, None]], 2)),
-                out=f32(p.out),
+                qkv=f32(np.moveaxis(np.concatenate([q, p.k[:, :, None], p.v[:, :, None]], 2), 0, -1)),
+                out=f32(np.moveaxis(p.out, -1, 0)),
                 mlp_norm=f32(p.mlp_norm),
-                gate_up=f32(np.stack([p.gate, p.up], 1)),
-                down=f32(p.down),
+                gate_up=f32(np.stack([p.gate.T, p.up.T])),
+                down=f32(p.down.T),
             )
         )
     return jaxkv.Params(
@@ -130,7 +130,7 @@ def test_bfloat16_weights_stay_near_float64_of_the_same_weights() -> None:
 
 def test_layers_accumulate_in_float32() -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4096)), jnp.float32)
-    ones = jnp.ones((4096, 2), jnp.bfloat16)
+    ones = jnp.ones((2, 4096), jnp.bfloat16)
     out = project(x, ones)
     rounded = np.asarray(x.astype(jnp.bfloat16)).astype(np.float64).sum(-1)
     assert out.dtype == jnp.float32
