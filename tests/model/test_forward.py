@@ -17,7 +17,7 @@ from tolerances import tolerance
 
 import jaxkv
 from jaxkv.io.configs import config_from_hf
-from jaxkv.model.layers import project, rms_norm
+from jaxkv.model.layers import project, rms_norm, unembed
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 VARIANTS = ("untied", "tied", "linear", "llama3", "yarn")
@@ -137,6 +137,23 @@ def test_layers_accumulate_in_float32() -> None:
     np.testing.assert_allclose(out[:, 0], rounded, rtol=1e-3, atol=1e-3)
     normed = np.asarray(rms_norm(x, jnp.ones(4096), 1e-5))
     np.testing.assert_allclose((normed**2).mean(-1), 1, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_few_rows_are_projected_as_many_are(rows: int, dtype: str) -> None:
+    """One row and two take paths of their own on CPU; judged by float64."""
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, 1, 6, 8)), dtype)
+    weight = jnp.asarray(rng.standard_normal((5, 3, 6, 8)), dtype)
+    expected = np.einsum("rtnh,ofnh->rtof", *(np.asarray(a).astype(np.float64) for a in (x, weight)))
+    for got in (project, jax.jit(project, static_argnames="inputs")):
+        out = got(x.astype(jnp.float32), weight, inputs=2)
+        assert out.dtype == jnp.float32
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    table = weight.reshape(-1, 48)
+    logits = unembed(x.reshape(rows, 48).astype(jnp.float32), table)
+    np.testing.assert_allclose(logits, expected.reshape(rows, 15), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
