@@ -5,9 +5,9 @@
 Runtime: about forty minutes on two cores, with `--config.quick=True` ten minutes.
 
 Expected, as run on 2026-11-30 with `--config.quick=True`: mean KL of three turns 0.007 for `scr`, 0.003 for
-`first_k(32)`, 0.001 for `dependents(32,32)` and 0.26 for `erratum`, at 0.6 to 0.8 of exact's FLOPs. Error does
-not add up over three turns; dropping the oldest exchange is the dearest edit, and `sinks(4)` does not help it,
-since the system prompt keeps the sink. docs/approximation.md has the table.
+`first_k(32)`, 0.001 for `dependents(32,32)` and 0.26 for `erratum`, at 0.6 to 0.8 of exact's FLOPs. Error
+does not add up over three turns; dropping the oldest exchange is the dearest edit, and `sinks(4)` does not
+help it, since the system prompt keeps the sink. docs/approximation.md has the table.
 """
 
 import ml_collections
