@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.fields import begin, refuse_other
+from experiments.progress import counted, saying_how_to_resume
 from experiments.records import Record, RunDirectory
 from experiments.report.trace import write_trace_report
 from experiments.subject import load_subject, make_engine
@@ -70,15 +70,8 @@ def run(
     out, progress = Console(), Console(stderr=True)
     with RunDirectory(directory_path) as directory:
         refuse_other(directory, trace)
-        try:
+        with saying_how_to_resume(progress, lambda: f"finished cells are kept in {directory_path}"):
             _replay_all(trace, directory, progress)
-        except KeyboardInterrupt:
-            progress.print(
-                f"Interrupted: finished cells are kept in {directory_path}; run the same command to resume.",
-                highlight=False,
-                soft_wrap=True,
-            )
-            raise
         write_trace_report(directory, trace, out)
         records = directory.records()
         finished = len(directory.finished())
@@ -102,8 +95,7 @@ def _replay_all(config: TraceConfig, directory: RunDirectory, console: Console) 
     longest = _require_room(config, model, traces[config.orders[0]])
     digests = {order: trace_digest(trace) for order, trace in traces.items()}
     begin(directory, config, corpus, len(tokens), model, traces=digests)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
+    with counted(console) as bar:
         task = bar.add_task("Replaying", total=len(todo) * len(ARMS) * config.requests)
         without: dict[tuple[str, int], Record] = {}  # neither eviction nor schedule matters without reuse
         for pages, group in itertools.groupby(todo, key=lambda c: c.num_pages):
