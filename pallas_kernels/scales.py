@@ -39,12 +39,26 @@ def pack_scales(factors: Array, *, tiles: bool = False) -> Array:
     return jnp.pad(packed, [(0, 0), (0, shape[1] - rows), (0, shape[2] - 2 * size)])
 
 
+def rows_of_pages(scale: Array, page: Array) -> Array:
+    """f32[..., K, S] of pages i32[...]; one outside the array reads some page.
+
+    For one device: as rows of one matrix, which XLA for TPUs gathers without laying `scale` out anew.
+    """
+    scale, page = jnp.asarray(scale), jnp.asarray(page)
+    heads, rows, width = scale.shape
+    at = jnp.clip(page, 0, rows - 1)[..., None] + jnp.arange(heads, dtype=page.dtype) * rows
+    return scale.reshape(-1, width).at[at].get(mode="promise_in_bounds")
+
+
 def scales_of_pages(scale: Array, page: Array, page_size: int, *, mode: str = "clip") -> Array:
     """f32[..., K, P, 2] of pages i32[...]; one outside the array reads some page, `mode` is the gather's."""
-    page = jnp.asarray(page)
-    rows = jnp.asarray(scale).at[:, page].get(mode=mode)[..., : 2 * page_size]
-    rows = rows.reshape(rows.shape[0], *page.shape, 2, page_size)
-    return jnp.moveaxis(jnp.moveaxis(rows, 0, -3), -1, -2)
+    rows = jnp.moveaxis(jnp.asarray(scale).at[:, jnp.asarray(page)].get(mode=mode), 0, -2)
+    return by_slot(rows, page_size)
+
+
+def by_slot(rows: Array, page_size: int) -> Array:
+    """Rows [..., S] as the factors [..., P, 2] of their slots."""
+    return jnp.swapaxes(rows[..., : 2 * page_size].reshape(*rows.shape[:-1], 2, page_size), -1, -2)
 
 
 def scales_of_slots(scale: Array, row: Array, slot: Array, page_size: int, *, mode: str = "clip") -> Array:

@@ -149,7 +149,8 @@ def write_rows(
                 pltpu.SemaphoreType.DMA((DEPTH,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(kv.shape, kv.dtype),
+        # Said to be in HBM: XLA would copy what fits VMEM as a whole to there, and back.
+        out_shape=(jax.ShapeDtypeStruct if interpret else pltpu.HBM)(kv.shape, kv.dtype),
         input_output_aliases={len(scalars) + 2: 0},
         # Chunks run in order: a tile may end one and open the next.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),

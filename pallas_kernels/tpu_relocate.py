@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.reference import inside, largest
+from pallas_kernels.scales import rows_of_pages
 from pallas_kernels.tpu_append import write_scales
 from pallas_kernels.tpu_tiles import check_tiles
 
@@ -104,7 +105,7 @@ def relocate_pages(
     if scale is None:
         return found[0]
     scale = jnp.asarray(scale)
-    moved = scale.at[:, source[order]].get(mode="clip").transpose(1, 0, 2)  # [n, K, S]
+    moved = rows_of_pages(scale, source[order])  # [n, K, S]
     moved = moved.at[..., :size].multiply(found[1][:count, ..., 0])
     return found[0], write_scales(scale, target[order], rows, moved, interpret=interpret)
 

@@ -21,7 +21,14 @@ from jaxkv.errors import ConfigError
 from jaxkv.model.config import LayerGroup, ModelConfig
 from jaxkv.typing import Array
 from pallas_kernels.reference import dequantize, quantize
-from pallas_kernels.scales import put_slots, scale_shape, scales_of_pages, scales_of_slots
+from pallas_kernels.scales import (
+    by_slot,
+    put_slots,
+    rows_of_pages,
+    scale_shape,
+    scales_of_pages,
+    scales_of_slots,
+)
 
 _BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}  # integers of the same size
 
@@ -207,6 +214,9 @@ def _gather_slots_of_pages(pages: KVPages, layer: int | Array, slots: Array) -> 
     raw = pick(pages.kv.at[row].get(mode="promise_in_bounds"))
     if pages.scale is None:
         return raw, None
+    if jax.sharding.get_abstract_mesh().empty:
+        return raw, pick(by_slot(rows_of_pages(pages.scale, row), pages.page_size))
+    # Over a mesh heads are split, and stay a dimension of their own.
     return raw, pick(scales_of_pages(pages.scale, row, pages.page_size, mode="promise_in_bounds"))
 
 
