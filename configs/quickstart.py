@@ -6,7 +6,7 @@ Runtime: about five minutes on two cores, after a download of 93 MB on the first
 `--config.smoke=True` (random weights, no download) under a minute.
 
 Model and text: SmolLM2-135M-Instruct in float32, contexts of 2,000 tokens of Python's reference
-prose. Eight edits: delete, insert or replace 200 or 16 tokens at the head, 25%, 50% and 90%; with
+prose. Six edits: delete, insert or replace 200 or 16 tokens at the head, 25%, 50% and 90%; with
 `--config.thin=1` all 24.
 
 Expected: `first_k(32)` answers about ten times cheaper than exact prefix reuse at a mean KL of about

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from experiments.adapt_config import AdaptConfig, resolve
 from experiments.adaptation.edits import Shape
@@ -29,6 +29,7 @@ from experiments.adaptation.judge import held_out_edits, judge
 from experiments.adaptation.lora import init_lora, load_tree, merged_model, save_tree
 from experiments.adaptation.training import Recipe, State, init_state, make_step
 from experiments.fields import begin, refuse_other
+from experiments.progress import counted, saying_how_to_resume
 from experiments.records import RunDirectory
 from experiments.report.adapt import write_adapt_report
 from experiments.subject import load_subject
@@ -69,15 +70,8 @@ def run(
     out, progress = Console(), Console(stderr=True)
     with RunDirectory(path) as directory:
         refuse_other(directory, adapt)
-        try:
+        with saying_how_to_resume(progress, lambda: f"finished steps are kept in {path}"):
             _run(adapt, directory, progress)
-        except KeyboardInterrupt:
-            progress.print(
-                f"Interrupted: finished steps are kept in {path}; run the same command to resume.",
-                highlight=False,
-                soft_wrap=True,
-            )
-            raise
         write_adapt_report(directory, out)
         finished = len(directory.finished())
         return AdaptResult(path=path, finished=finished, failed=len(directory.records()) - finished)
@@ -110,8 +104,7 @@ def _run(config: AdaptConfig, directory: RunDirectory, console: Console) -> None
             f"expected at most the {model.config.max_positions} positions of {model.name}"
         )
     begin(directory, config, corpus, len(tokens), model, held_out_tokens=len(held))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
+    with counted(console) as bar:
         _judge(config, directory, model, held, BEFORE, bar)
         state = _train(config, directory, model, seen, policy, shape, bar)
         merged = merged_model(model, state.lora, config.scale)

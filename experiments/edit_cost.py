@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.cost_config import CostConfig, resolve
 from experiments.fields import begin, refuse_other
 from experiments.paper_model import QWEN36_27B, PaperModel
+from experiments.progress import counted
 from experiments.records import Record, RunDirectory
 from experiments.report.cost import write_cost_report
 from experiments.subject import load_subject
@@ -165,8 +165,7 @@ def _measure_all(config: CostConfig, directory: RunDirectory, console: Console) 
         chunk_size=config.chunk_size,
         prefix_cache=False,
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
+    with counted(console) as bar:
         task = bar.add_task("Computing the context", total=len(todo))
         old = engine.prefill(text[: config.context]).sequence
         for edit, name in todo:

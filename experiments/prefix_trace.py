@@ -11,19 +11,17 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.fields import begin, refuse_other
+from experiments.progress import counted, saying_how_to_resume
 from experiments.records import Record, RunDirectory
 from experiments.report.trace import write_trace_report
 from experiments.subject import load_subject, make_engine
 from experiments.trace_config import EVICTIONS, TraceConfig, resolve
 from experiments.workloads.corpus import encode, load_corpus
 from experiments.workloads.prefix_trace import TraceRequest, make_trace, trace_digest
-from jaxkv.cache.table import BLOCK_SLOTS
 from jaxkv.engine import Engine
 from jaxkv.errors import ConfigError
-from jaxkv.generation import copied_blocks
 from jaxkv.io.models import Model
 from jaxkv.replicas import Replicas
 from jaxkv.serving.clock import WallClock
@@ -72,15 +70,8 @@ def run(
     out, progress = Console(), Console(stderr=True)
     with RunDirectory(directory_path) as directory:
         refuse_other(directory, trace)
-        try:
+        with saying_how_to_resume(progress, lambda: f"finished cells are kept in {directory_path}"):
             _replay_all(trace, directory, progress)
-        except KeyboardInterrupt:
-            progress.print(
-                f"Interrupted: finished cells are kept in {directory_path}; run the same command to resume.",
-                highlight=False,
-                soft_wrap=True,
-            )
-            raise
         write_trace_report(directory, trace, out)
         records = directory.records()
         finished = len(directory.finished())
@@ -104,13 +95,14 @@ def _replay_all(config: TraceConfig, directory: RunDirectory, console: Console) 
     longest = _require_room(config, model, traces[config.orders[0]])
     digests = {order: trace_digest(trace) for order, trace in traces.items()}
     begin(directory, config, corpus, len(tokens), model, traces=digests)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
+    with counted(console) as bar:
         task = bar.add_task("Replaying", total=len(todo) * len(ARMS) * config.requests)
         without: dict[tuple[str, int], Record] = {}  # neither eviction nor schedule matters without reuse
         for pages, group in itertools.groupby(todo, key=lambda c: c.num_pages):
             bar.update(task, description=f"{pages} pages: compiling")
-            _warm_up(config, model, pages, longest)
+            engine = _engine(config, model, pages, False, config.serving("arrival"))
+            engine.warm_up(tokens=longest, batch=config.max_running)
+            del engine  # its pool goes before the next one comes
             for cell in group:
                 if not console.is_terminal:
                     console.print(f"Cell {cell.id}", highlight=False)
@@ -204,25 +196,6 @@ def _engine(
         eviction=EVICTIONS[eviction],
         serving=serving,
     )
-
-
-def _warm_up(config: TraceConfig, model: Model, num_pages: int, longest: int) -> None:
-    """Compiles every step and every batch size that a replay may meet."""
-    engine = _engine(config, model, num_pages, False, config.serving("arrival"))
-    room = num_pages * config.page_size
-    lengths = [n for n in (1, 16, 64, 256, config.chunk_size) if n <= config.chunk_size and n + 8 <= room]
-    for n in lengths:
-        engine.submit(np.arange(n) % model.config.vocab_size, max_tokens=1)
-    engine.run()
-    # On CPU a decode loop has a shape for every width of its tables, too.
-    edges = range(BLOCK_SLOTS, longest, BLOCK_SLOTS)
-    wider = [n for n in edges if copied_blocks(n // BLOCK_SLOTS + 1) > copied_blocks(n // BLOCK_SLOTS)]
-    for length in (1, *wider):
-        rows = min(config.max_running, num_pages // (-(-(length + 64) // config.page_size)))
-        for row in range(rows):  # they end one after the other
-            tokens = np.arange(row, row + length) % model.config.vocab_size
-            engine.submit(tokens, max_tokens=min(1 + config.decode_steps * row, 32))
-        engine.run()
 
 
 def _require_room(config: TraceConfig, model: Model, trace: list[TraceRequest]) -> int:

@@ -9,19 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from experiments.compare import compare_runs
 from experiments.config import TINY_MODEL, ExperimentConfig, resolve
 from experiments.environment import environment
 from experiments.measure import Bench, failure
+from experiments.progress import counted, saying_how_to_resume
 from experiments.records import NOISE, Key, Record, RunDirectory, refuse_changes
 from experiments.report.comparison import write_comparison
 from experiments.report.write import write_report
@@ -73,17 +66,10 @@ def run(
     out, progress = Console(), Console(stderr=True)
     place = processes.here()
     with RunDirectory(path, place.index, place.count) as directory:
-        try:
+        with saying_how_to_resume(
+            progress, lambda: f"{len(directory.finished())} finished measurements are kept in {path}"
+        ):
             order = _measure_all(experiment, directory, progress, place)
-        except KeyboardInterrupt:
-            count = len(directory.finished())
-            progress.print(
-                f"Interrupted: {count} finished measurements are kept in {path}; "
-                "run the same command to resume.",
-                highlight=False,
-                soft_wrap=True,
-            )
-            raise
         _wait(directory, "they measured")
         if not place.index:
             directory.merge(order)
@@ -184,15 +170,7 @@ def _measure(
         console.print(f"Resuming: {kept} measurements are there already.", highlight=False)
     longest = max(c.longest for c in cases)
     bench = Bench(model, config, longest + config.greedy_tokens)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    with counted(console, remaining=True) as progress:
         task = progress.add_task("Measuring", total=total)
         for number, (index, case, missing) in enumerate(todo, 1):
             if not console.is_terminal:  # a log has no bar: say where it stands

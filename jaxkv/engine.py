@@ -42,10 +42,11 @@ from jaxkv.revising import Revising
 from jaxkv.stats import Stats, domain_stats, engine_stats
 from jaxkv.trials import Trials
 from jaxkv.typing import Float32
+from jaxkv.warming import Warming
 from jaxkv.windows import resumer
 
 
-class Engine(CacheControl, Batching, Revising):
+class Engine(CacheControl, Batching, Revising, Warming):
     """Prefill, edit, extend, generate and score over shared write-once pages.
 
     Args:

@@ -70,20 +70,27 @@ def copied_blocks(used: int) -> int:
 
 
 def narrowed(memory: Memory, tables: tuple[PageTable, ...]) -> tuple[PageTable, ...] | None:
-    """The tables without the empty entries behind, if a loop over them is to copy its KV first, else None.
+    """The tables without the empty entries behind, if a loop over them is to copy its KV first, else None."""
+    if not memory.backend.copies_kv:
+        return None
+    used = []
+    for table in tables:
+        entries = np.flatnonzero(np.asarray(table.hi).any(axis=0))
+        block = table.page.shape[1] // table.delta_index.shape[1]
+        used.append(int(entries[-1]) // block + 1 if len(entries) else 1)
+    return cut(memory, tables, used)
+
+
+def cut(memory: Memory, tables: tuple[PageTable, ...], used: list[int]) -> tuple[PageTable, ...] | None:
+    """The tables as wide as a copy of `used` blocks of each is; None where that takes more than `COPY_BYTES`.
 
     Three widths an octave, from 512 slots on: a copy has what it needs and a third more at most, and few
     shapes are compiled.
     """
-    if not memory.backend.copies_kv:
-        return None
     narrow, nbytes = [], 0
-    for group, table in zip(memory.config.groups, tables, strict=True):
-        block = table.page.shape[1] // table.delta_index.shape[1]
-        used = np.flatnonzero(np.asarray(table.hi).any(axis=0))
-        blocks = used[-1] // block + 1 if len(used) else 1
-        width = min(copied_blocks(int(blocks)), table.delta_index.shape[1])
-        entries = width * block
+    for group, table, blocks in zip(memory.config.groups, tables, used, strict=True):
+        width = min(copied_blocks(blocks), table.delta_index.shape[1])
+        entries = width * (table.page.shape[1] // table.delta_index.shape[1])
         narrow.append(
             table.replace(  # type: ignore[attr-defined]
                 **{name: getattr(table, name)[:, :entries] for name in ("page", "first", "lo", "hi")},
@@ -93,6 +100,24 @@ def narrowed(memory: Memory, tables: tuple[PageTable, ...]) -> tuple[PageTable, 
         slots = table.page.shape[0] * entries * memory.pool.page_size
         nbytes += 8 * slots * memory.config.num_kv_heads * memory.config.head_dim * len(group.layers)
     return tuple(narrow) if nbytes <= COPY_BYTES else None
+
+
+def run_loop(
+    memory: Memory, params: Params, inputs: DecodeInput, copied: tuple[PageTable, ...] | None
+) -> DecodeOutput:
+    """One compiled loop on the memory's pages, over a copy of what `copied` shows if that is not None."""
+    if copied is not None:
+        inputs = inputs.replace(tables=copied)  # type: ignore[attr-defined]
+
+    def one(pages: Pages, inputs: DecodeInput) -> tuple[Pages, DecodeOutput]:
+        out = decode_many(
+            params, pages, inputs, config=memory.config, backend=memory.backend, copied=copied is not None
+        )
+        return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
+
+    out = memory.run(one, inputs)
+    memory.wait(out.counts)
+    return out
 
 
 def decode_batch(
@@ -150,20 +175,6 @@ def decode_batch(
         read = [memory.states.none if s.state is None else s.state for s in sequences]
         states = np.array([read + unused, written + unused], np.int32)
 
-    def one(pages: Pages, inputs: DecodeInput) -> tuple[Pages, DecodeOutput]:
-        narrow = narrowed(memory, inputs.tables)
-        if narrow is not None:
-            inputs = inputs.replace(tables=narrow)  # type: ignore[attr-defined]
-        out = decode_many(
-            params,
-            pages,
-            inputs,
-            config=memory.config,
-            backend=memory.backend,
-            copied=narrow is not None,
-        )
-        return out.pages, out.replace(pages=())  # type: ignore[attr-defined]
-
     for number in range(rounds):
         limit = np.where(stopped, 0, np.minimum(left, steps)).astype(np.int32)
         part = slots[:, number * steps : (number + 1) * steps]
@@ -181,8 +192,7 @@ def decode_batch(
             if states is None
             else StateInput(read=states[min(number, 1)], write=states[1], fresh=np.full(size, number == 0)),
         )
-        out = memory.run(one, inputs)
-        memory.wait(out.counts)
+        out = run_loop(memory, params, inputs, narrowed(memory, inputs.tables))
         logits = out.logits
         counts = np.asarray(out.counts)
         drawn = np.asarray(out.tokens)

@@ -192,6 +192,12 @@ class Replicas:
                 return engine.cancel(request)
         return self.engines[0].cancel(request)  # which says what is wrong with it
 
+    def warm_up(self, **options: Any) -> int:
+        """`Engine.warm_up` of all replicas at the same time; the programs of all of them."""
+        return sum(
+            self._at_once(lambda index: self.engines[index].warm_up(**options), range(len(self.engines)))
+        )
+
     def stats(self) -> Stats:
         """Counters of all replicas: their sums, and means of what is a mean or a share."""
         every = [engine.stats() for engine in self.engines]

@@ -16,6 +16,14 @@ EMPTY: Int32 = EMPTY_SEGMENTS[:, PAGE]
 SMALL_STEP = 64  # tokens
 
 
+def step_shapes(chunk: int) -> list[int]:
+    """The padded shapes that steps have, ascending: powers of four from 16 on, one token, and a chunk."""
+    shapes = [1, 16]
+    while shapes[-1] * 4 < chunk:
+        shapes.append(shapes[-1] * 4)
+    return [s for s in shapes if s < chunk] + [chunk]
+
+
 def step_sizes(count: int, chunk: int) -> list[tuple[int, int]]:
     """Splits `count` tokens into steps: (valid tokens, padded shape) each.
 
@@ -24,10 +32,7 @@ def step_sizes(count: int, chunk: int) -> list[tuple[int, int]]:
     """
     sizes = [(chunk, chunk)] * (count // chunk)
     rest = count % chunk
-    shapes = [1, 16]
-    while shapes[-1] * 4 < chunk:
-        shapes.append(shapes[-1] * 4)
-    shapes = [s for s in shapes if s < chunk] + [chunk]
+    shapes = step_shapes(chunk)
     while rest:
         fits = next(s for s in shapes if s >= rest)
         if rest > 16 and fits > 2 * rest:

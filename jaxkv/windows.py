@@ -16,7 +16,7 @@ from jaxkv.cache.dtypes import kv_token_bytes
 from jaxkv.cache.match import Cause, Match, MatchEnd
 from jaxkv.cache.residency import Residency
 from jaxkv.cache.sequence import FIRST, HI, LO, PAGE, Sequence, clip
-from jaxkv.cache.table import GroupInput, PageTable, build_table
+from jaxkv.cache.table import GroupInput, PageTable, build_table, empty_table, table_entries
 from jaxkv.errors import CapacityError, ConfigError
 from jaxkv.model.config import ModelConfig
 from jaxkv.schedule import delta_of, for_shape
@@ -122,6 +122,20 @@ def group_inputs(
     mapped += [(empty, empty[:, 0])] * (len(slots) - len(mapped))
     local = build_table(mapped, num_pages=held.capacity, page_size=size, max_deltas=max_deltas)
     inputs = GroupInput(slots=held.physical(slots), table=for_shape(local, slots.shape[1], max_deltas))
+    return tuple(inputs if group.window else shared for group in memory.config.groups)
+
+
+def empty_groups(memory: Memory, slots: Int32, table: PageTable) -> tuple[GroupInput, ...]:
+    """`group_inputs` of a step that writes nothing and sees nothing: no page changes hands."""
+    shared = GroupInput(slots=slots, table=table)
+    held = memory.residency
+    if held is None:
+        return (shared,) * len(memory.config.groups)
+    size = memory.pool.page_size
+    local = empty_table(len(slots), table_entries(1, size), num_pages=held.capacity, page_size=size, deltas=1)
+    inputs = GroupInput(
+        slots=held.physical(slots), table=for_shape(local, slots.shape[1], table.deltas.shape[1])
+    )
     return tuple(inputs if group.window else shared for group in memory.config.groups)
 
 

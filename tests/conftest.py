@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +18,24 @@ import jaxkv
 
 # Mixed dtypes are an error: a silent promotion to float32 or float64 is a bug in a decoder.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled programs of a run are kept in a directory of its own: workers and child processes share them.
+
+    They find it in their environment; a cache that is configured already is left alone. What a program does,
+    needs and how often one is asked for is the same, compiled or read.
+    """
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    directory = tempfile.mkdtemp(prefix="jaxkv-compiled-")
+    config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+    for name, value in {
+        "jax_compilation_cache_dir": directory,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ FLOORS = (
         "io",
     ),
     ("serving",),
-    ("core", "continuing", "caching", "batching", "revising"),
+    ("core", "continuing", "caching", "batching", "revising", "warming"),
     ("engine",),
     ("replicas",),
     ("",),  # the package itself: the public names

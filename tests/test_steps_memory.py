@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,8 +82,26 @@ def lower_relocate(pages: jaxkv.KVPages) -> Any:
     return steps._relocate.lower((pages,), (moves,), config=CONFIG)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *QUANTIZED])
-@pytest.mark.parametrize("lower", [lower_step, lower_decode_many, lower_relocate])
+LOWERED = [lower_step, lower_decode_many, lower_relocate]
+ALWAYS = ("float32", "int8")  # without scales and with them; each compilation takes seconds
+
+
+def grid(always: Any, *axes: Any) -> list[Any]:
+    """All combinations; those of which `always` says no are slow."""
+    return [
+        pytest.param(*each, marks=() if always(*each) else pytest.mark.slow)
+        for each in itertools.product(*axes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lower", "dtype"),
+    grid(
+        lambda lower, dtype: lower is lower_relocate or dtype in ALWAYS,
+        LOWERED,
+        ["float32", "bfloat16", *QUANTIZED],
+    ),
+)
 def test_pages_are_updated_in_place(lower: Callable[[Any], Any], dtype: str) -> None:
     pages = abstract_pages(dtype)
     pool = pages.kv.size * pages.kv.dtype.itemsize
@@ -94,9 +113,15 @@ def test_pages_are_updated_in_place(lower: Callable[[Any], Any], dtype: str) -> 
     assert memory.temp_size_in_bytes < pool // 16
 
 
-@pytest.mark.parametrize("batch", [1, 2, 8])
-@pytest.mark.parametrize("deltas", [1, 7])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "deltas", "batch"),
+    grid(
+        lambda *each: each in (("float32", 7, 1), ("float32", 1, 8), ("int8", 7, 8)),
+        ALWAYS,
+        [1, 7],
+        [1, 2, 8],
+    ),
+)
 def test_a_loop_copies_its_kv_once(dtype: str, deltas: int, batch: int) -> None:
     pages = abstract_pages(dtype)
     pool = POOL_BYTES + (0 if pages.scale is None else pages.scale.size * 4)

@@ -36,7 +36,8 @@ device_description_str: "NVIDIA H200"
 
 def prepare(chip: str) -> None:
     """Sets what must be set before JAX is imported."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    # A program read from a cache was not compiled, and may lack what the compiler says of it.
+    os.environ.update(JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false")
     if chip in TOPOLOGIES:
         os.environ.update(
             TPU_SKIP_MDS_QUERY="1",

@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.environment import environment
 from experiments.kernels import bench, sweep
 from experiments.kernels.bench import Row
 from experiments.kernels.config import KernelsConfig, resolve
 from experiments.kernels.table import print_table
+from experiments.progress import counted
 from experiments.records import RunDirectory
 from experiments.runner import RunResult
 from jaxkv.errors import ConfigError
@@ -86,8 +86,7 @@ def _measure(config: KernelsConfig, platform: str, directory: RunDirectory, cons
         (moves.name, lambda moves=moves: bench.relocation_rows(moves, config, platform, ceiling))  # type: ignore[misc]
         for moves in sweep.move_cases(config)
     ]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with counted(console) as progress:
         task = progress.add_task("Measuring", total=len(work))
         for number, (name, measure) in enumerate(work, 1):
             progress.update(task, description=name)

@@ -152,6 +152,9 @@ def error_by_layer(summary: Summary, style: Style) -> Figure | None:
     )
 
 
+DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
+
+
 def steps(summary: Summary, style: Style) -> Figure | None:
     """What consecutive edits add up to: error (KL, keys against birth) and cost (KV copied, time)."""
     titles = {
@@ -171,15 +174,19 @@ def steps(summary: Summary, style: Style) -> Figure | None:
     figure = blank_figure(1.3 + 1.9 * len(shown))
     all_axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     names = list(dict.fromkeys(name for table in shown.values() for name in table))
+    dtypes = list(dict.fromkeys(name.partition(" · ")[2] for name in names))
     for axes, (key, table) in zip(all_axes, shown.items(), strict=True):
         low = _floor([y for points in table.values() for _, y in points], math.nan)
-        for number, (name, points) in enumerate(table.items()):
-            colour = style.get(name.split(" · ")[0], (INK, "o"))[0]
+        for name, points in table.items():
+            policy, _, dtype = name.partition(" · ")
+            colour = style.get(policy, (INK, "o"))[0]
+            # One pattern a dtype; of one dtype lines alternate, so that two that coincide are both seen.
+            number = dtypes.index(dtype) if len(dtypes) > 1 else names.index(name) % 2
             marker = MARKERS[names.index(name) % len(MARKERS)]
             x, y = [p[0] for p in points], [max(p[1], low) for p in points]
             at = [i for i, p in enumerate(points) if p[1] < low]
             filled = [i for i in range(len(points)) if i not in at]
-            dashes = "-" if number % 2 == 0 else (0, (4, 2))
+            dashes = DASHES[number % len(DASHES)]
             axes.plot(x, y, color=colour, marker=marker, markevery=filled, ls=dashes, label=name, alpha=0.95)
             axes.plot([x[i] for i in at], [y[i] for i in at], ls="", marker=marker, color=colour,
                       mfc="none", ms=7)  # fmt: skip

@@ -40,7 +40,7 @@ class SpeedConfig(fields.Fields):
     prefill: tuple[int, ...] = (128, 512, 2048, 4096)  # tokens of a prompt, nothing cached
     contexts: tuple[int, ...] = (512, 2048, 4096)  # tokens before a decode
     batches: tuple[int, ...] = (1, 4, 8)
-    decode_tokens: int = 16
+    decode_tokens: int = 32  # on CPU a compiled loop, which copies its KV once, has as many
     edit_context: int = 4096
     edit_position: float = 0.25
     edit_size: int = 16  # tokens replaced
@@ -50,7 +50,7 @@ class SpeedConfig(fields.Fields):
     chunk_size: int = 512
     kv_dtype: str = "model"  # of the pages; "model" is the model's own
     implementation: str = "auto"
-    start_up: bool = True  # also time a fresh process: load, then the first token
+    start_up: bool = True  # also time two fresh processes: import, load, first token
     peers: tuple[str, ...] = ("none",)  # of experiments.speed.peers.PEERS
     peer_python: str = ""  # a Python that has the peers installed; this one when empty
     peer_gguf: str = ""  # the GGUF that peers load; needed with peers

@@ -76,13 +76,17 @@ def run(
         finally:
             for peer in peers:
                 peer.kill()
-        start = start_up(speed) if speed.start_up else {}
         rows = list(_rows(speed, model, times, forwarded, rates, subject))
         for row in rows:
             directory.append(row)
+        start = {}
+        try:
+            start = start_up(speed) if speed.start_up else {}
+        except RuntimeError as error:
+            progress.print(f"Left out: {error}", highlight=False, soft_wrap=True)
         facts = {
             "rates": rates,
-            "start_up_seconds": start,
+            "start_up": start,
             "compiled": dict(compiled.totals),
             "bytes": _bytes(model, subject),
             "peak_bytes": {OURS: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, **peaks},
@@ -232,6 +236,13 @@ def _print(rows: list[Record], facts: dict[str, Any], out: Console) -> None:
     )
     for name, peak in facts["peak_bytes"].items():
         out.print(f"Peak memory of {name}: {peak / 2**20:,.0f} MiB.", highlight=False)
-    if facts["start_up_seconds"]:
-        stages = ", ".join(f"{name} {s:.1f} s" for name, s in facts["start_up_seconds"].items())
-        out.print(f"Fresh process: {stages}.", highlight=False)
+    start = facts["start_up"]
+    if start:
+        for which in ("first", "second"):
+            stages = ", ".join(f"{name} {s:.1f} s" for name, s in start[which].items())
+            out.print(f"Fresh process, the {which}: {stages}.", highlight=False)
+        out.print(
+            f"Loading raised its peak by {start['load_peak'] / 2**20:,.0f} MiB, "
+            f"{start['load_peak'] / start['weights']:.2f} times the weights.",
+            highlight=False,
+        )

@@ -1,4 +1,4 @@
-"""Start-up of a fresh process: import, load, first token. Prints one JSON line.
+"""Start-up of a fresh process: import, load, first token, and what loading took of memory, as one JSON line.
 
 python -m experiments.speed.start smollm2-135m float32
 """
@@ -6,26 +6,36 @@ python -m experiments.speed.start smollm2-135m float32
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
+
+
+def peak() -> int:
+    """The most bytes that this process has held resident."""
+    # Kibibytes on Linux, bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def main(model: str, dtype: str) -> None:
     """Times each stage in seconds; compiled steps come from the cache if an earlier run left them there."""
     begin = time.perf_counter()
+    import jax
     import numpy as np
 
     import jaxkv
 
     jaxkv.enable_compilation_cache()
-    imported = time.perf_counter()
+    imported, before = time.perf_counter(), peak()
     loaded = jaxkv.load(model, dtype=dtype, progress=False)
-    ready = time.perf_counter()
+    ready, after = time.perf_counter(), peak()
     engine = jaxkv.Engine(loaded, num_pages=64)
     result = engine.prefill(np.arange(16))
     engine.generate(result.sequence, max_tokens=1, stop=())
     done = time.perf_counter()
-    print(json.dumps({"import": imported - begin, "load": ready - imported, "first token": done - ready}))
+    seconds = {"import": imported - begin, "load": ready - imported, "first token": done - ready}
+    weights = sum(int(leaf.nbytes) for leaf in jax.tree.leaves(loaded.params))
+    print(json.dumps({"seconds": seconds, "weights": weights, "load_peak": after - before}))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,26 @@ def _require_segments(segments: Int32, num_pages: int, page_size: int) -> None:
         )
 
 
+def table_entries(blocks: int, page_size: int) -> int:
+    """Entries of a table that holds `blocks` blocks of one delta."""
+    block = block_entries(page_size)
+    return bucket(max(blocks * block, 1), max(MIN_ENTRIES, block))
+
+
+def empty_table(batch: int, entries: int, *, num_pages: int, page_size: int, deltas: int) -> PageTable:
+    """A table in which no row has a segment, of NumPy arrays to be written to."""
+    packed = np.zeros((4, batch, entries), np.int32)
+    packed[0] = num_pages
+    return PageTable(
+        page=packed[0],
+        first=packed[1],
+        lo=packed[2],
+        hi=packed[3],
+        delta_index=np.zeros((batch, entries // block_entries(page_size)), np.int32),
+        deltas=np.zeros((batch, deltas), np.int32),
+    )
+
+
 def build_table(
     rows: list[tuple[Int32, Int32]],
     *,
@@ -141,26 +161,20 @@ def build_table(
                 np.concatenate(index_parts).astype(np.int32),
             )
         )
-    batch = len(rows)
     blocks = max((len(p[3]) for p in placed), default=1)
-    entries = bucket(max(blocks * block, 1), max(MIN_ENTRIES, block))
     relocated = any(len(p[2]) > 1 for p in placed)
-    packed = np.zeros((4, batch, entries), np.int32)
-    packed[0] = num_pages
-    delta_index = np.zeros((batch, entries // block), np.int32)
-    deltas = np.zeros((batch, max_deltas if relocated else 1), np.int32)
-    for b, (segments, at, distinct, index) in enumerate(placed):
-        packed[0, b, at] = segments[:, 0]
-        packed[1, b, at] = segments[:, 3]
-        packed[2, b, at] = segments[:, 1]
-        packed[3, b, at] = segments[:, 2]
-        delta_index[b, : len(index)] = index
-        deltas[b, : len(distinct)] = distinct
-    return PageTable(
-        page=packed[0],
-        first=packed[1],
-        lo=packed[2],
-        hi=packed[3],
-        delta_index=delta_index,
-        deltas=deltas,
+    table = empty_table(
+        len(rows),
+        table_entries(blocks, page_size),
+        num_pages=num_pages,
+        page_size=page_size,
+        deltas=max_deltas if relocated else 1,
     )
+    for b, (segments, at, distinct, index) in enumerate(placed):
+        table.page[b, at] = segments[:, 0]
+        table.first[b, at] = segments[:, 3]
+        table.lo[b, at] = segments[:, 1]
+        table.hi[b, at] = segments[:, 2]
+        table.delta_index[b, : len(index)] = index
+        table.deltas[b, : len(distinct)] = distinct
+    return table

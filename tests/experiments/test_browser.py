@@ -38,6 +38,8 @@ TEXTS = """() => {
 }"""
 
 
+# Chromium looks at files: neither Python's version nor JAX's reaches what it draws.
+pytestmark = pytest.mark.once
 PATIENCE = 300_000  # ms; a browser that draws in software on a busy machine takes its time
 
 

@@ -42,6 +42,44 @@ runpy.run_module("experiments.launch", run_name="__main__", alter_sys=True)
 """
 
 
+# Each command line in a fork of one process that has imported what the launcher imports (that takes seconds)
+# and has started no thread. Standard input: a list of [arguments, file for stderr]; output: the exit codes.
+FORKS = """
+import json, os, runpy, sys, traceback
+import experiments.registry, experiments.runner, jaxkv.processes
+codes = []
+for arguments, errors in json.load(sys.stdin):
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+            sys.argv = ["launch", *arguments]
+            runpy.run_module("experiments.launch", run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as done:
+            code = done.code or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(codes))
+"""
+BAD = [
+    ([QUICKSTART, "--config.polices=scr"], "'polices' is unknown; did you mean 'policies'?"),
+    ([QUICKSTART, "--config.context=many"], "config.context holds 'many', expected a whole"),
+    ([QUICKSTART, "--config.policies=scrr"], "policy 'scrr' is unknown"),
+    ([QUICKSTART, "--config.seed=x"], "--config.seed=x"),
+    ([QUICKSTART, "--config.corpus=/no/such/file"], "config.corpus is '/no/such/file'"),
+    ([QUICKSTART, "--wrkdir=x"], "'wrkdir'"),
+    ([QUICKSTART, "extra"], "argument 'extra' is unexpected"),
+    (["--config=configs/missing.py"], "configs/missing.py"),
+    ([], "--config is missing"),
+]
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "experiments.launch", *arguments]
 
@@ -66,28 +104,45 @@ def launch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Com
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([QUICKSTART, "--config.polices=scr"], "'polices' is unknown; did you mean 'policies'?"),
-        ([QUICKSTART, "--config.context=many"], "config.context holds 'many', expected a whole"),
-        ([QUICKSTART, "--config.policies=scrr"], "policy 'scrr' is unknown"),
-        ([QUICKSTART, "--config.seed=x"], "--config.seed=x"),
-        ([QUICKSTART, "--config.corpus=/no/such/file"], "config.corpus is '/no/such/file'"),
-        ([QUICKSTART, "--wrkdir=x"], "'wrkdir'"),
-        ([QUICKSTART, "extra"], "argument 'extra' is unexpected"),
-        (["--config=configs/missing.py"], "configs/missing.py"),
-        ([], "--config is missing"),
-    ],
-)
-def test_bad_flags_are_one_sentence_and_exit_code_2(
-    arguments: list[str], message: str, tmp_path: Path
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
+    """Exit code and stderr of each command line of `BAD`."""
+    path = tmp_path_factory.mktemp("bad")
+    commands = [
+        ([*arguments, f"--workdir={path / 'run'}"], str(path / f"{number}.err"))
+        for number, (arguments, _) in enumerate(BAD)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS],
+        cwd=ROOT,
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [
+        (code, Path(errors).read_text())
+        for code, (_, errors) in zip(json.loads(done.stdout), commands, strict=True)
+    ]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="forks")
+@pytest.mark.parametrize("number", range(len(BAD)), ids=[message for _, message in BAD])
+def test_bad_flags_are_one_sentence_and_exit_code_2(number: int, refusals: list[tuple[int, str]]) -> None:
+    code, error = refusals[number]
+    assert code == 2
+    assert BAD[number][1] in error
+    assert "Traceback" not in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_command_line_in_a_process_of_its_own_is_refused_alike(
+    tmp_path: Path, refusals: list[tuple[int, str]]
 ) -> None:
-    result = launch(*arguments, f"--workdir={tmp_path / 'run'}")
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    result = launch(*BAD[0][0], f"--workdir={tmp_path / 'run'}")
+    assert (result.returncode, result.stderr) == refusals[0]
 
 
 def test_a_fault_in_the_config_file_is_named(tmp_path: Path) -> None:

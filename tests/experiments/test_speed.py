@@ -9,8 +9,11 @@ import pytest
 
 from experiments.speed import limits
 from experiments.speed.config import defaults, resolve
+from experiments.speed.measure import start_up
 from experiments.speed.run import run
+from experiments.subject import load_subject
 from jaxkv.errors import ConfigError
+from jaxkv.io.checkpoint import save_checkpoint
 
 
 def test_a_run_measures_every_case_with_ratios_and_refuses_to_be_resumed(
@@ -35,7 +38,6 @@ def test_a_run_measures_every_case_with_ratios_and_refuses_to_be_resumed(
     assert edits["edit, scr(min_span=16)"]["forwarded"] < 64
     document = json.loads((tmp_path / "run" / "config.json").read_text())
     assert document["bytes"]["pages"] > document["bytes"]["weights"] > 0
-    # Weights and pages stand once: nothing else of their size is alive.
     assert document["rates"].keys() == {"matmul_flops", "row_bytes", "copy_bytes"}
     assert document["compiled"]["count"] > 0
     rounds = json.loads((tmp_path / "run" / "rounds.json").read_text())
@@ -55,6 +57,20 @@ def test_bad_values_are_named() -> None:
             resolve(defaults(**values))
     with pytest.raises(ConfigError, match=r"config\.peer_gguf is 'no\.gguf'"):
         run(defaults(smoke=True, peers=("llama.cpp-float32",), peer_gguf="no.gguf"))
+
+
+@pytest.mark.slow
+def test_fresh_processes_say_what_each_stage_took(tmp_path: Path) -> None:
+    saved = save_checkpoint(tmp_path / "saved", load_subject(resolve(defaults(smoke=True))))
+    start = start_up(resolve(defaults(smoke=True, model=str(saved)), ("model",)))
+    for which in ("first", "second"):
+        assert start[which].keys() == {"import", "load", "first token", "process"}
+        stages = start[which]["import"] + start[which]["load"] + start[which]["first token"]
+        assert 0 < stages < start[which]["process"]
+    assert start["weights"] > 0
+    assert start["load_peak"] >= 0
+    with pytest.raises(RuntimeError, match=r"the fresh process failed: .*nowhere"):
+        start_up(resolve(defaults(smoke=True, model="nowhere"), ("model",)))
 
 
 def test_rates_count_what_they_move(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,7 @@ def main() -> None:
     """Compiles the cases of the first argument."""
     warnings.simplefilter("ignore")
     os.environ.update(JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="-1", MOSAIC_GPU_DUMP_PTXAS="1")
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # ptxas itself is asked
     os.environ["PATH"] = os.pathsep.join([str(PTXAS_DIRECTORY), os.environ.get("PATH", "")])
     flags = f"--xla_gpu_cuda_data_dir={PTXAS_DIRECTORY.parent}"
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"

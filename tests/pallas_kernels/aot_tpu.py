@@ -15,6 +15,7 @@ from typing import Any
 # No TPU is asked for: libtpu only compiles, also while another process does.
 os.environ.update(
     JAX_PLATFORMS="cpu",
+    JAX_ENABLE_COMPILATION_CACHE="false",  # the compiler itself is asked
     TPU_SKIP_MDS_QUERY="1",
     TPU_ACCELERATOR_TYPE="v5litepod-4",
     TPU_WORKER_HOSTNAMES="localhost",

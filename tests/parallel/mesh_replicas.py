@@ -87,6 +87,7 @@ def test_a_batch_is_decoded_by_all_replicas_at_the_same_time(
 @pytest.mark.slow
 def test_requests_are_routed_and_served_as_alone(model: jaxkv.Model, decoder: Decoder) -> None:
     both = replicas_of(model)
+    assert both.warm_up(tokens=40) == 2 * both.engines[0].stats()["shapes"] > 0
     prompts = [np.concatenate([text(24, seed=i % 2), text(8, seed=10 + i)]) for i in range(6)]
     handles = [both.submit(prompt, max_tokens=4) for prompt in prompts]
     where = [next(i for i, queue in enumerate(both._queued) if handle in queue) for handle in handles]
