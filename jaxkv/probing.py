@@ -311,15 +311,15 @@ def _changes(
 @functools.partial(jax.jit, static_argnames=("config",))
 def _recovery(layer: LayerParams, *, config: ModelConfig) -> _Recovery:
     """Least squares over states. A normalized key has lost its length: then values alone are read."""
-    group, dim = config.group_size, layer.qkv.shape[0]
+    group, dim = config.group_size, layer.qkv.shape[-1]
     first = group + 1 if config.qk_norm else group
     qkv = layer.qkv.astype(jnp.float32)
-    both = qkv[:, :, first:].reshape(dim, -1)  # [D, K·2H], each KV head's key, then its value
-    gram = both.T @ both
+    both = qkv[:, first:].reshape(-1, dim)  # [K·2H, D], each KV head's key, then its value
+    gram = both @ both.T
     ridge = _RIDGE * jnp.mean(jnp.diag(gram))
     weight = jnp.linalg.solve(
         gram + ridge * jnp.eye(gram.shape[0], dtype=jnp.float32),
-        both.T @ qkv[:, :, :group].reshape(dim, -1),
+        both @ qkv[:, :group].reshape(-1, dim).T,
     )
     offset = jnp.zeros(weight.shape[1], jnp.float32)
     if layer.qkv_bias is not None:

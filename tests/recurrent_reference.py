@@ -36,7 +36,7 @@ def delta_loop(
 
 @dataclasses.dataclass
 class Mixer:
-    """A recurrent layer's weights in float64, as stored: [in, out]."""
+    """A recurrent layer's weights in float64, [in, out]."""
 
     shape: Any  # num_key_heads, num_value_heads, key_dim, value_dim, conv_width
     qkv: Array  # [D, C]
@@ -87,15 +87,15 @@ def mixer_of(layer: Any, shape: Any, eps: float) -> Mixer:
 
     return Mixer(
         shape=shape,
-        qkv=f64(layer.qkv),
-        gate=f64(layer.gate),
-        beta=f64(layer.rates)[:, 0],
-        decay=f64(layer.rates)[:, 1],
+        qkv=f64(layer.qkv).T,
+        gate=np.moveaxis(f64(layer.gate), -1, 0),
+        beta=f64(layer.rates)[0].T,
+        decay=f64(layer.rates)[1].T,
         conv=f64(layer.conv),
         decay_log=f64(layer.decay_log),
         decay_bias=f64(layer.decay_bias),
         out_norm=f64(layer.out_norm),
-        out=f64(layer.out),
+        out=np.moveaxis(f64(layer.out), 0, -1),
         eps=eps,
     )
 
@@ -151,7 +151,7 @@ def hybrid_run(
             after.append((before, state))
         else:
             group, nothing = c.num_heads // c.num_kv_heads, np.zeros((0, c.num_kv_heads, c.head_dim))
-            qkv = np.einsum("td,dkgh->tkgh", h, f64(layer.qkv))
+            qkv = np.einsum("td,kghd->tkgh", h, f64(layer.qkv))
             q = norm(qkv[:, :, :group], f64(layer.q_norm), c.norm_eps).reshape(len(x), c.num_heads, -1)
             k = norm(qkv[:, :, group], f64(layer.k_norm), c.norm_eps)
             v = qkv[:, :, group + 1]
@@ -168,13 +168,13 @@ def hybrid_run(
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
             heads = np.einsum("nts,snh->tnh", weights, np.repeat(values, group, 1))
-            heads *= sigmoid(np.einsum("td,dnh->tnh", h, f64(layer.attn_gate)))
-            mixed = np.einsum("tnh,nhd->td", heads, f64(layer.out))
+            heads *= sigmoid(np.einsum("td,nhd->tnh", h, f64(layer.attn_gate)))
+            mixed = np.einsum("tnh,dnh->td", heads, f64(layer.out))
             kv.append((at, keys, values))
         x = x + mixed
         h = norm(x, f64(layer.mlp_norm), c.norm_eps)
-        gate_up = np.einsum("td,dgf->tgf", h, f64(layer.gate_up))
-        x = x + (gate_up[:, 0] * sigmoid(gate_up[:, 0]) * gate_up[:, 1]) @ f64(layer.down)
+        gate_up = np.einsum("td,gfd->tgf", h, f64(layer.gate_up))
+        x = x + (gate_up[:, 0] * sigmoid(gate_up[:, 0]) * gate_up[:, 1]) @ f64(layer.down).T
     table = params.embed if params.unembed is None else params.unembed
     return norm(x, f64(params.final_norm), c.norm_eps) @ f64(table).T, kv, after
 

@@ -206,14 +206,14 @@ class Decoder:
 
 
 def decoder_of(params: Any, config: Any) -> Decoder:
-    """From weights grouped as [D, K, G queries | key | value, H] and [D, gate | up, F]."""
+    """From weights [out, in], grouped as [K, G queries | key | value, H, D] and [gate | up, F, D]."""
 
     def f64(x: Any) -> Array:
         return np.asarray(x).astype(np.float64)
 
     layers = []
     for p in params.layers:
-        qkv = f64(p.qkv)
+        qkv = np.moveaxis(f64(p.qkv), -1, 0)
         d, _, g, h = qkv.shape
         more = {
             name: f64(getattr(p, name))
@@ -230,11 +230,11 @@ def decoder_of(params: Any, config: Any) -> Decoder:
                 q=qkv[:, :, : g - 2].reshape(d, -1, h),
                 k=qkv[:, :, g - 2],
                 v=qkv[:, :, g - 1],
-                out=f64(p.out),
+                out=np.moveaxis(f64(p.out), 0, -1),
                 mlp_norm=f64(p.mlp_norm),
-                gate=f64(p.gate_up)[:, 0],
-                up=f64(p.gate_up)[:, 1],
-                down=f64(p.down),
+                gate=f64(p.gate_up)[0].T,
+                up=f64(p.gate_up)[1].T,
+                down=f64(p.down).T,
                 **more,
             )
         )

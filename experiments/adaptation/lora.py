@@ -61,8 +61,8 @@ def merge(params: Params, lora: Lora, scale: float) -> Params:
 
     layers = tuple(
         layer.replace(  # type: ignore[union-attr]
-            qkv=add(layer.qkv, jnp.einsum("dr,rkgh->dkgh", delta.qkv_in, delta.qkv_out)),
-            out=add(layer.out, jnp.einsum("nhr,rd->nhd", delta.out_in, delta.out_out)),
+            qkv=add(layer.qkv, jnp.einsum("dr,rkgh->kghd", delta.qkv_in, delta.qkv_out)),
+            out=add(layer.out, jnp.einsum("nhr,rd->dnh", delta.out_in, delta.out_out)),
         )
         for layer, delta in zip(params.layers, lora, strict=True)
     )

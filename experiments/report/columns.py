@@ -83,11 +83,14 @@ def task_columns(records: list[Record], stale: dict[str, Record]) -> dict[str, A
     }
 
 
+LEAST_LOSS = 0.01  # nats; rounding moves a margin by some 1e-5
+
+
 def margin_recovery(records: list[Record], stale: dict[str, Record]) -> tuple[float, float, float]:
     """Σ(margin − stale) / Σ(exact − stale) over items, and its 95% bootstrap interval over items.
 
     A ratio of sums: a single item whose stale margin is already exact must not decide. nan where plain
-    reuse lost nothing that could be recovered.
+    reuse lost nothing that could be recovered, less than `LEAST_LOSS` an item.
     """
     rows = [
         (r["task"]["margin"] - s["margin"], r["task"]["exact_margin"] - s["margin"])
@@ -97,12 +100,13 @@ def margin_recovery(records: list[Record], stale: dict[str, Record]) -> tuple[fl
     if not rows:
         return math.nan, math.nan, math.nan
     got, lost = np.array(rows).T
-    if abs(lost.sum()) < 1e-6:
+    if abs(lost.sum()) < LEAST_LOSS * len(rows):
         return math.nan, math.nan, math.nan
     rng = np.random.default_rng(0)
     draws = rng.multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=2000)
     under = draws @ lost
-    ratios = (draws @ got)[np.abs(under) > 1e-9] / under[np.abs(under) > 1e-9]
+    enough = np.abs(under) >= LEAST_LOSS
+    ratios = (draws @ got)[enough] / under[enough]
     low, high = np.quantile(ratios, (0.025, 0.975))
     return float(got.sum() / lost.sum()), float(low), float(high)
 

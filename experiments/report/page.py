@@ -32,7 +32,8 @@ CAPTIONS = {
     "healing": "Eventually exact: stale tokens are recomputed from left to right, KL on the way; the last "
     "point is an exact sequence.",
     "recovery": "Items that exact answers right and the model alone does not. 1 is the margin of exact, 0 "
-    "that of scr without repair; a ratio of sums over items.",
+    "that of scr without repair; a ratio of sums over items. What is beyond -1 or 2 stands at the edge; "
+    "where scr loses nothing there is no point.",
     "first_token": "Wall clock, compilation excluded; of several edits, those that were measured. Exact "
     "reuses the common prefix.",
 }

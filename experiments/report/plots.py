@@ -230,7 +230,10 @@ def recovery(summary: Summary, style: Style) -> Figure | None:
     axes = figure.add_subplot()
     for policy, table in tables.items():
         colour, marker = style[policy]
-        axes.plot([table.get(n, math.nan) for n in names], color=colour, marker=marker, label=policy)
+        y = [table.get(n, math.nan) for n in names]
+        axes.plot([min(max(v, -1.0), 2.0) for v in y], color=colour, marker=marker, label=policy,
+                  clip_on=False)  # fmt: skip
+    axes.set_ylim(-1, 2)
     for level in (0, 1):
         axes.axhline(level, color=INK, lw=0.8, ls=(0, (4, 3)), alpha=0.6)
     axes.set_xticks(range(len(names)), names)

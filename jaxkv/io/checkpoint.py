@@ -43,7 +43,7 @@ from jaxkv.model.params import LayerParams, Params, abstract_params, params_dige
 from jaxkv.model.recurrent_params import RecurrentParams
 from jaxkv.parallel import to_host
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # 2 had matrices as [in, out]
 METADATA = "jaxkv.json"
 _WEIGHTS = "weights"
 _KEYS = ("name", "source", "license", "dtype", "config", "weights_digest", "files", "tokenizer")

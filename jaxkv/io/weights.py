@@ -6,7 +6,6 @@ chunk of rows is held besides the finished leaves: a load never needs twice the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -153,9 +152,13 @@ class _Reader:
         if self.progress:
             self.progress("convert", self.done, self.total)
 
+    def stored(self, part: str, layer: int | None, out: np.ndarray[Any, Any]) -> None:
+        """Fills `out`, of the part's shape, with it as it is stored: matrices are [out, in] in files too."""
+        self.fill(part, layer, lambda lo, hi, rows: out.__setitem__(slice(lo, hi), rows), 1)
+
     def vector(self, part: str, layer: int | None) -> Float32:
         out = np.empty(part_shape(part, self.config), np.float32)
-        self.fill(part, layer, lambda lo, hi, rows: out.__setitem__(slice(lo, hi), rows), 1)
+        self.stored(part, layer, out)
         return out
 
     def norm(self, part: str, layer: int | None) -> jax.Array:
@@ -171,39 +174,35 @@ class _Reader:
         )
 
     def table(self, part: str) -> jax.Array:
+        return self.matrix(part, None, *part_shape(part, self.config))
+
+    def matrix(self, part: str, layer: int | None, *shape: int) -> jax.Array:
+        """A part as it is stored, its axes split to be of `shape`."""
         out = np.empty(part_shape(part, self.config), self.dtype)
-        self.fill(part, None, lambda lo, hi, rows: out.__setitem__(slice(lo, hi), rows), 1)
-        return jax.device_put(out)
-
-    def transposed(self, part: str, layer: int, out: np.ndarray[Any, Any]) -> None:
-        """Fills `out` [in, out features] from the stored [out features, in]."""
-
-        def put(lo: int, hi: int, rows: Float32) -> None:
-            out[:, lo:hi] = rows.T
-
-        self.fill(part, layer, put, 1)
+        self.stored(part, layer, out)
+        return jax.device_put(out.reshape(shape))
 
     def heads(self, part: str, layer: int, out: np.ndarray[Any, Any]) -> None:
-        """Fills `out` [D, K, heads per K, H] from the stored [K · heads per K · H, D]."""
-        d, h, per = self.config.embed_dim, self.config.head_dim, out.shape[2]
+        """Fills `out` [K, heads per K, H, D] from the stored [K · heads per K · H, D]."""
+        d, h, per = self.config.embed_dim, self.config.head_dim, out.shape[1]
 
         def put(lo: int, hi: int, rows: Float32) -> None:
             if self.interleaved and part != "v":
                 rows = rows.reshape(-1, h // 2, 2, d).swapaxes(1, 2)
             step = per * h
-            out[:, lo // step : hi // step] = rows.reshape(-1, per, h, d).transpose(3, 0, 1, 2)
+            out[lo // step : hi // step] = rows.reshape(-1, per, h, d)
 
         self.fill(part, layer, put, per * h)
 
     def gated_heads(self, layer: int, out: np.ndarray[Any, Any], gate: np.ndarray[Any, Any]) -> None:
-        """Fills queries [D, K, G, H] and gates [D, N, H] from rows of a head's query, then its gate."""
-        d, h, per = self.config.embed_dim, self.config.head_dim, out.shape[2]
+        """Fills queries [K, G, H, D] and gates [N, H, D] from rows of a head's query, then its gate."""
+        d, h, per = self.config.embed_dim, self.config.head_dim, out.shape[1]
 
         def put(lo: int, hi: int, rows: Float32) -> None:
             first, last = lo // (2 * h), hi // (2 * h)
-            both = rows.reshape(-1, 2, h, d).transpose(1, 3, 0, 2)  # [query | gate, D, heads, H]
-            out[:, first // per : last // per] = both[0].reshape(d, -1, per, h)
-            gate[:, first:last] = both[1]
+            both = rows.reshape(-1, 2, h, d)  # [heads, query | gate, H, D]
+            out[first // per : last // per] = both[:, 0].reshape(-1, per, h, d)
+            gate[first:last] = both[:, 1]
 
         self.fill("q", layer, put, 2 * per * h)
 
@@ -211,42 +210,32 @@ class _Reader:
         c, shape = self.config, self.config.recurrent
         assert shape is not None
         d, heads, dim = c.embed_dim, shape.num_value_heads, shape.value_dim
-
-        def matrix(part: str, *size: int) -> np.ndarray[Any, Any]:
-            out = np.empty((d, math.prod(size)), self.dtype)
-            self.transposed(part, i, out)
-            return out.reshape(d, *size)
-
-        rates = np.empty((d, 2, heads), self.dtype)
-        self.transposed("mix_beta", i, rates[:, 0])
-        self.transposed("mix_decay", i, rates[:, 1])
-        out = np.empty((heads * dim, d), self.dtype)
-        self.transposed("mix_out", i, out)
+        rates = np.empty((2, heads, d), self.dtype)
+        self.stored("mix_beta", i, rates[0])
+        self.stored("mix_decay", i, rates[1])
         gate_up, down = self.mlp(i)
         return RecurrentParams(
             attn_norm=self.norm("attn_norm", i),
-            qkv=jax.device_put(matrix("mix_qkv", shape.channels)),
-            gate=jax.device_put(matrix("mix_gate", heads, dim)),
+            qkv=self.matrix("mix_qkv", i, shape.channels, d),
+            gate=self.matrix("mix_gate", i, heads, dim, d),
             rates=jax.device_put(rates),
             conv=jax.device_put(self.vector("mix_conv", i)[:, 0]),
             decay_log=jax.device_put(self.vector("decay_log", i)),
             decay_bias=jax.device_put(self.vector("decay_bias", i)),
             out_norm=jax.device_put(self.vector("mix_norm", i)),  # no offset: its file has the factors
-            out=jax.device_put(out.reshape(heads, dim, d)),
+            out=self.matrix("mix_out", i, d, heads, dim),
             mlp_norm=self.norm("mlp_norm", i),
             gate_up=gate_up,
             down=down,
         )
 
     def mlp(self, i: int) -> tuple[jax.Array, jax.Array]:
-        """[D, gate | up, F] and [F, D]."""
+        """[gate | up, F, D] and [D, F]."""
         d, f = self.config.embed_dim, self.config.mlp_dim
-        gate_up = np.empty((d, 2, f), self.dtype)
-        self.transposed("gate", i, gate_up[:, 0])
-        self.transposed("up", i, gate_up[:, 1])
-        down = np.empty((f, d), self.dtype)
-        self.transposed("down", i, down)
-        return jax.device_put(gate_up), jax.device_put(down)
+        gate_up = np.empty((2, f, d), self.dtype)
+        self.stored("gate", i, gate_up[0])
+        self.stored("up", i, gate_up[1])
+        return jax.device_put(gate_up), self.matrix("down", i, d, f)
 
     def layer(self, i: int) -> LayerParams | RecurrentParams:
         if self.config.types[i] == "recurrent":
@@ -254,21 +243,19 @@ class _Reader:
         c = self.config
         d, h, g = c.embed_dim, c.head_dim, c.group_size
         attn_norm = self.norm("attn_norm", i)
-        qkv = np.empty((d, c.num_kv_heads, g + 2, h), self.dtype)
-        gate = np.empty((d, c.num_heads, h), self.dtype) if c.attention_gate else None
+        qkv = np.empty((c.num_kv_heads, g + 2, h, d), self.dtype)
+        gate = np.empty((c.num_heads, h, d), self.dtype) if c.attention_gate else None
         if gate is None:
-            self.heads("q", i, qkv[:, :, :g])
+            self.heads("q", i, qkv[:, :g])
         else:
-            self.gated_heads(i, qkv[:, :, :g], gate)
-        self.heads("k", i, qkv[:, :, g : g + 1])
-        self.heads("v", i, qkv[:, :, g + 1 :])
-        out = np.empty((c.num_heads * h, d), self.dtype)
-        self.transposed("out", i, out)
+            self.gated_heads(i, qkv[:, :g], gate)
+        self.heads("k", i, qkv[:, g : g + 1])
+        self.heads("v", i, qkv[:, g + 1 :])
         gate_up, down = self.mlp(i)
         return LayerParams(
             attn_norm=attn_norm,
             qkv=jax.device_put(qkv),
-            out=jax.device_put(out.reshape(c.num_heads, h, d)),
+            out=self.matrix("out", i, d, c.num_heads, h),
             mlp_norm=self.norm("mlp_norm", i),
             gate_up=gate_up,
             down=down,

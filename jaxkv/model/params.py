@@ -1,6 +1,6 @@
-"""Weights as dataclass pytrees, `[in, out]`, with logical axis names.
+"""Weights as dataclass pytrees, `[out, in]`, with logical axis names.
 
-Query, key and value projections are one array grouped by KV head, `[D, K, G+2, H]`: G query heads,
+Query, key and value projections are one array grouped by KV head, `[K, G+2, H, D]`: G query heads,
 then the key head, then the value head. One matmul on one device, and still divisible over K on a mesh.
 """
 
@@ -24,17 +24,17 @@ from jaxkv.typing import Array
 @struct.dataclass(kw_only=True)
 class LayerParams:
     attn_norm: Array  # f32[D]
-    qkv: Array  # [D, K, G+2, H]
-    out: Array  # [N, H, D], N ordered as K·G
+    qkv: Array  # [K, G+2, H, D]
+    out: Array  # [D, N, H], N ordered as K·G
     mlp_norm: Array  # f32[D]
-    gate_up: Array  # [D, 2, F]
-    down: Array  # [F, D]
+    gate_up: Array  # [2, F, D]
+    down: Array  # [D, F]
     qkv_bias: Array | None = None  # f32[K, G+2, H]
     q_norm: Array | None = None  # f32[H]
     k_norm: Array | None = None  # f32[H]
     post_attn_norm: Array | None = None  # f32[D]
     post_mlp_norm: Array | None = None  # f32[D]
-    attn_gate: Array | None = None  # [D, N, H], of what attention returns
+    attn_gate: Array | None = None  # [N, H, D], of what attention returns
 
 
 @struct.dataclass(kw_only=True)
@@ -47,18 +47,19 @@ class Params:
 
 LAYER_AXES = {
     "attn_norm": ("embed",),
-    "qkv": ("embed", "kv_heads", "qkv", "head_dim"),
-    "out": ("heads", "head_dim", "embed"),
+    "qkv": ("kv_heads", "qkv", "head_dim", "embed"),
+    "out": ("embed", "heads", "head_dim"),
     "mlp_norm": ("embed",),
-    "gate_up": ("embed", "gate_up", "mlp"),
-    "down": ("mlp", "embed"),
+    "gate_up": ("gate_up", "mlp", "embed"),
+    "down": ("embed", "mlp"),
     "qkv_bias": ("kv_heads", "qkv", "head_dim"),
     "q_norm": ("head_dim",),
     "k_norm": ("head_dim",),
     "post_attn_norm": ("embed",),
     "post_mlp_norm": ("embed",),
-    "attn_gate": ("embed", "heads", "head_dim"),
+    "attn_gate": ("heads", "head_dim", "embed"),
 }
+INPUT_AXES = {"out": 2}  # how many of a matrix's last axes are its input's, where not one
 PARAM_AXES = {"embed": ("vocab", "embed"), "final_norm": ("embed",), "unembed": ("vocab", "embed")}
 
 
@@ -76,17 +77,17 @@ def abstract_params(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
     norm = f32(d)
     layer = LayerParams(
         attn_norm=norm,
-        qkv=w(d, k, g + 2, h),
-        out=w(config.num_heads, h, d),
+        qkv=w(k, g + 2, h, d),
+        out=w(d, config.num_heads, h),
         mlp_norm=norm,
-        gate_up=w(d, 2, f),
-        down=w(f, d),
+        gate_up=w(2, f, d),
+        down=w(d, f),
         qkv_bias=f32(k, g + 2, h) if config.qkv_bias else None,
         q_norm=f32(h) if config.qk_norm else None,
         k_norm=f32(h) if config.qk_norm else None,
         post_attn_norm=norm if config.post_norms else None,
         post_mlp_norm=norm if config.post_norms else None,
-        attn_gate=w(d, config.num_heads, h) if config.attention_gate else None,
+        attn_gate=w(config.num_heads, h, d) if config.attention_gate else None,
     )
     return Params(
         embed=w(v, d),
@@ -114,16 +115,21 @@ def init_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) ->
             return jnp.asarray(small[name](leaf.shape), leaf.dtype)
         if name.endswith("bias"):
             return jnp.asarray(0.1 * rng.standard_normal(leaf.shape, np.float32), leaf.dtype)
-        fan_in = leaf.shape[0]
-        if name in ("embed", "unembed"):
-            fan_in = leaf.shape[1]
-        elif name == "out":
-            fan_in = leaf.shape[0] * leaf.shape[1]
-        value = rng.standard_normal(leaf.shape, np.float32) / math.sqrt(fan_in)
-        return jnp.asarray(value, leaf.dtype)
+        inputs = INPUT_AXES.get(name, 1)
+        outputs, within = leaf.shape[:-inputs], leaf.shape[-inputs:]
+        # Matrices are drawn input by input: what a seed gives does not depend on how they are stored.
+        table = name in ("embed", "unembed")
+        value = rng.standard_normal(leaf.shape if table else (*within, *outputs), np.float32)
+        value /= math.sqrt(math.prod(within))
+        return jnp.asarray(value if table else outputs_first(value, inputs), leaf.dtype)
 
     params: Params = jax.tree.map_with_path(make, abstract_params(config, dtype))
     return params
+
+
+def outputs_first(matrix: np.ndarray[Any, Any], inputs: int) -> np.ndarray[Any, Any]:
+    """A matrix [in, out] whose input has `inputs` axes as [out, in], contiguous."""
+    return np.ascontiguousarray(np.moveaxis(matrix, range(inputs), range(-inputs, 0)))
 
 
 def stays_float32(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Weights of a recurrent layer (gated DeltaNet), `[in, out]`, with logical axis names."""
+"""Weights of a recurrent layer (gated DeltaNet), `[out, in]`, with logical axis names."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ FLOAT32_NAMES = ("conv", "decay_log", "decay_bias")
 @struct.dataclass(kw_only=True)
 class RecurrentParams:
     attn_norm: Array  # f32[D], of the mixer's input; named as that of a layer that attends
-    qkv: Array  # [D, C], queries and keys of Hk heads, then values of Hv heads
-    gate: Array  # [D, Hv, Dv], of the output
-    rates: Array  # [D, 2, Hv], write strength, then decay
+    qkv: Array  # [C, D], queries and keys of Hk heads, then values of Hv heads
+    gate: Array  # [Hv, Dv, D], of the output
+    rates: Array  # [2, Hv, D], write strength, then decay
     conv: Array  # f32[C, k], the last column for the token itself
     decay_log: Array  # f32[Hv], logarithm of the decay's speed
     decay_bias: Array  # f32[Hv]
     out_norm: Array  # f32[Dv]
-    out: Array  # [Hv, Dv, D]
+    out: Array  # [D, Hv, Dv]
     mlp_norm: Array  # f32[D]
-    gate_up: Array  # [D, 2, F]
-    down: Array  # [F, D]
+    gate_up: Array  # [2, F, D]
+    down: Array  # [D, F]
 
 
 RECURRENT_AXES = {
     "attn_norm": ("embed",),
-    "qkv": ("embed", "channels"),
-    "gate": ("embed", "value_heads", "value_dim"),
-    "rates": ("embed", "rates", "value_heads"),
+    "qkv": ("channels", "embed"),
+    "gate": ("value_heads", "value_dim", "embed"),
+    "rates": ("rates", "value_heads", "embed"),
     "conv": ("channels", "taps"),
     "decay_log": ("value_heads",),
     "decay_bias": ("value_heads",),
     "out_norm": ("value_dim",),
-    "out": ("value_heads", "value_dim", "embed"),
+    "out": ("embed", "value_heads", "value_dim"),
     "mlp_norm": ("embed",),
-    "gate_up": ("embed", "gate_up", "mlp"),
-    "down": ("mlp", "embed"),
+    "gate_up": ("gate_up", "mlp", "embed"),
+    "down": ("embed", "mlp"),
 }
 
 
@@ -63,17 +63,17 @@ def abstract_recurrent(config: ModelConfig, dtype: Any) -> RecurrentParams:
 
     return RecurrentParams(
         attn_norm=f32(d),
-        qkv=w(d, shape.channels),
-        gate=w(d, heads, shape.value_dim),
-        rates=w(d, 2, heads),
+        qkv=w(shape.channels, d),
+        gate=w(heads, shape.value_dim, d),
+        rates=w(2, heads, d),
         conv=f32(shape.channels, shape.conv_width),
         decay_log=f32(heads),
         decay_bias=f32(heads),
         out_norm=f32(shape.value_dim),
-        out=w(heads, shape.value_dim, d),
+        out=w(d, heads, shape.value_dim),
         mlp_norm=f32(d),
-        gate_up=w(d, 2, f),
-        down=w(f, d),
+        gate_up=w(2, f, d),
+        down=w(d, f),
     )
 
 

@@ -52,6 +52,9 @@ def test_margin_recovery_is_a_ratio_of_sums_over_items_that_count() -> None:
     at_exact = [item("a", 5.0, 5.0), item("b", 4.0, 4.0)]
     assert margin_recovery(at_exact, same)[0] == pytest.approx(1.0)
     assert math.isnan(margin_recovery([item("a", 1.0, 1.0)], {"a": item("a", 1.0, 1.0)})[0])
+    # Rounding is no loss: dividing by it made a recovery of minus six million.
+    rounding = {"a": item("a", 10.21, 10.21)}
+    assert math.isnan(margin_recovery([item("a", -4.0, 10.21 + 2e-6)], rounding)[0])
     assert math.isnan(margin_recovery([], {})[0])
 
 

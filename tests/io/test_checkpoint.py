@@ -124,7 +124,7 @@ def test_case_40_metadata(saved):
         file.write_text(damaged)
         refused(saved, "jaxkv.json is truncated or corrupt: remove")
     file.write_text(json.dumps({**body, "format_version": 99}))
-    refused(saved, "format_version is 99, expected 2")
+    refused(saved, "format_version is 99, expected 3")
     for key, value in [("name", "other"), ("dtype", "bfloat16"), ("weights_digest", "0" * 64)]:
         file.write_text(json.dumps({**body, key: value}))
         refused(saved, "does not have the digest it claims")

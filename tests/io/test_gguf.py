@@ -82,7 +82,7 @@ def test_case_21_both_rotary_layouts_against_float64(path):
     turn = np.exp(1j * positions[:, None, None] * frequency)
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * turn
     group = config.group_size
-    q = x @ np.asarray(params.layers[1].qkv, np.float64)[:, :, :group].reshape(config.embed_dim, -1)
+    q = x @ np.asarray(params.layers[1].qkv, np.float64)[:, :group].reshape(-1, config.embed_dim).T
     q = q.reshape(5, config.num_heads, h)
     half_split = (q[..., : h // 2] + 1j * q[..., h // 2 :]) * turn
     np.testing.assert_allclose(half_split, turned, rtol=1e-12, atol=1e-12)

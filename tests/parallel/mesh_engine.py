@@ -93,10 +93,10 @@ def test_weights_lie_where_the_rule_says(shape: dict[str, int], divides: bool) -
     at = {name: getattr(layer, name).sharding.spec for name in ("qkv", "out", "gate_up", "down", "attn_norm")}
     whole = jax.sharding.PartitionSpec()
     spec = jax.sharding.PartitionSpec
-    assert at["qkv"] == (spec(None, MODEL) if divides else whole)
-    assert at["out"] == (spec(MODEL) if divides else whole)
-    assert at["gate_up"] == spec(None, None, MODEL)
-    assert at["down"] == spec(MODEL)
+    assert at["qkv"] == (spec(MODEL) if divides else whole)
+    assert at["out"] == (spec(None, MODEL) if divides else whole)
+    assert at["gate_up"] == spec(None, MODEL)
+    assert at["down"] == spec(None, MODEL)
     assert at["attn_norm"] == whole
     assert params.embed.sharding.spec == spec(MODEL)
     for leaf, where in zip(
