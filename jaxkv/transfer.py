@@ -20,6 +20,7 @@ from jaxkv.cache.table import bucket
 from jaxkv.parallel import to_host
 from jaxkv.steps import Pages
 from jaxkv.typing import Array, Int32
+from pallas_kernels.scales import put_slots, scales_of_slots
 
 STEP_SLOTS = 1024  # slots of one transfer: bounds its temporaries
 _BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
@@ -43,7 +44,10 @@ def _gather(pages: Pages, slots: Array) -> tuple[Array, ...]:
     blocks = []
     for group in pages:
         rows, offset = _rows(group, slots)
-        blocks += [array.at[rows, :, offset].get(mode="clip") for array in _arrays(group)]
+        blocks.append(group.kv.at[rows, :, offset].get(mode="clip"))
+        if group.scale is not None:
+            slot = jnp.broadcast_to(offset, rows.shape)
+            blocks.append(scales_of_slots(group.scale, rows, slot, group.page_size))
     return tuple(blocks)
 
 
@@ -52,9 +56,10 @@ def _scatter(pages: Pages, slots: Array, blocks: tuple[Array, ...]) -> Pages:
     written, left = [], list(blocks)
     for group in pages:
         rows, offset = _rows(group, slots)
-        new = [a.at[rows, :, offset].set(left.pop(0), mode="drop") for a in _arrays(group)]
-        scale = new[1] if len(new) > 1 else None
-        written.append(group.replace(kv=new[0], scale=scale))
+        kv, scale = group.kv.at[rows, :, offset].set(left.pop(0), mode="drop"), group.scale
+        if scale is not None:
+            scale = put_slots(scale, kv, rows, jnp.broadcast_to(offset, rows.shape), left.pop(0))
+        written.append(group.replace(kv=kv, scale=scale))
     return tuple(written)
 
 
@@ -92,9 +97,9 @@ def write(pages: Pages, slots: Int32, blocks: tuple[Block, ...]) -> tuple[Pages,
 def shapes(pages: Pages, tokens: int) -> tuple[tuple[int, ...], ...]:
     """What the blocks of `tokens` tokens must have, in the order of `read`."""
     return tuple(
-        (group.kv.shape[0] // group.num_pages, tokens, group.kv.shape[1], array.shape[3])
+        (group.kv.shape[0] // group.num_pages, tokens, group.kv.shape[1], width)
         for group in kv_groups(pages)
-        for array in _arrays(group)
+        for width in (group.kv.shape[3], 2)[: len(_arrays(group))]
     )
 
 

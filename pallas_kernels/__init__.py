@@ -12,5 +12,15 @@
 from pallas_kernels.api import append, paged_attention, relocate_pages
 from pallas_kernels.dispatch import IMPLEMENTATIONS, compiling_for
 from pallas_kernels.reference import relocate
+from pallas_kernels.scales import pack_scales, scale_shape
 
-__all__ = ["IMPLEMENTATIONS", "append", "compiling_for", "paged_attention", "relocate", "relocate_pages"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "append",
+    "compiling_for",
+    "pack_scales",
+    "paged_attention",
+    "relocate",
+    "relocate_pages",
+    "scale_shape",
+]

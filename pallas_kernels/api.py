@@ -46,7 +46,7 @@ def paged_attention(
       first, lo, hi: i32[B, M].
       delta_index: i32[B, M/block].
       positions: i32[B, T] of the queries; a negative one sees nothing.
-      scale: f32[X, K, P, 2] for keys and values of quantized pages; value = stored · scale.
+      scale: f32[K, X', S] for keys and values of quantized pages, as `scales.py` says; X' >= X, S >= 2P.
       window: positions a query sees, its own included; None for all.
       soft_cap: scores become `soft_cap · tanh(score / soft_cap)`.
       implementation: one of IMPLEMENTATIONS. "auto" takes the platform's kernel, or XLA where there is
@@ -81,6 +81,7 @@ def append(
     values: Array,
     *,
     scale: Array | None = None,
+    value_scale: Array | None = None,
     implementation: str = "auto",
     interpret: Any = False,
 ) -> Any:
@@ -91,8 +92,10 @@ def append(
       row: i32[n]; a row outside 0..X-1 drops the write.
       slot: i32[n]. No (row, slot) may occur twice.
       keys, values: float[n, K, H].
-      scale: f32[X, K, P, 2]; then keys and values are quantized, each token and head by its largest
+      scale: f32[K, X', S]; then keys and values are quantized, each token and head by its largest
         absolute value.
+      value_scale: f32[n, K]; what values are divided by instead. Numbers that were stored with it, and
+        dequantized, are stored again as they were.
       implementation, interpret: as in `paged_attention`.
 
     Returns:
@@ -102,8 +105,9 @@ def append(
       ValueError: an argument is not as above.
       NotImplementedError: a forced implementation cannot do this, or cannot run here.
     """
-    checks.check_append(kv, row, slot, keys, values, scale)
-    return run("append", "append", implementation, interpret, kv, row, slot, keys, values, scale=scale)
+    checks.check_append(kv, row, slot, keys, values, scale, value_scale)
+    options = {"scale": scale} if value_scale is None else {"scale": scale, "value_scale": value_scale}
+    return run("append", "append", implementation, interpret, kv, row, slot, keys, values, **options)
 
 
 def relocate_pages(
@@ -125,7 +129,7 @@ def relocate_pages(
       target: i32[n]; a row outside 0..X-1 drops the move.
       cos, sin: f32[n, rotary_dim/2] of each page's delta, half-split convention; the key's other
         components are copied.
-      scale: f32[X, K, P, 2]; the rotated keys are quantized anew.
+      scale: f32[K, X', S]; the rotated keys are quantized anew.
       implementation, interpret: as in `paged_attention`.
 
     Returns:

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.scales import scale_shape
+
 Array = Any
 QUANTIZED = ("int8", "float8_e4m3fn")
 KV_DTYPES = ("float32", "bfloat16", *QUANTIZED)
@@ -22,11 +24,15 @@ def check_pages(kv: Array, scale: Array | None) -> None:
         raise ValueError(f"kv has dtype {name}, expected one of {', '.join(KV_DTYPES)}")
     if scale is None:
         if name == "int8":
-            raise ValueError(f"scale is None, expected f32{[*kv.shape[:3], 2]} for int8 pages")
+            raise ValueError(f"scale is None, expected f32{list(scale_shape(kv.shape))} for int8 pages")
         return
     if name not in QUANTIZED:
         raise ValueError(f"scale is given for {name} pages, expected None: only int8 and float8 are scaled")
-    _require("scale", scale, (*kv.shape[:3], 2), "float32")
+    heads, rows, width = scale_shape(kv.shape)
+    shape = tuple(scale.shape)
+    if len(shape) != 3 or shape[0] != heads or shape[1] < rows or shape[2] < width:
+        raise ValueError(f"scale has shape {shape}, expected ({heads}, {rows} or more, {width} or more)")
+    _require("scale", scale, shape, "float32")
 
 
 def check_attention(
@@ -69,7 +75,15 @@ def check_attention(
         raise ValueError(f"soft_cap is {soft_cap}, expected None or a positive number")
 
 
-def check_append(kv: Array, row: Array, slot: Array, keys: Array, values: Array, scale: Array | None) -> None:
+def check_append(
+    kv: Array,
+    row: Array,
+    slot: Array,
+    keys: Array,
+    values: Array,
+    scale: Array | None,
+    value_scale: Array | None = None,
+) -> None:
     """Raises ValueError where the arguments of `append` do not fit each other."""
     check_pages(kv, scale)
     if len(row.shape) != 1:
@@ -77,6 +91,10 @@ def check_append(kv: Array, row: Array, slot: Array, keys: Array, values: Array,
     _require("slot", slot, row.shape)
     for name, value in (("keys", keys), ("values", values)):
         _require(name, value, (row.shape[0], kv.shape[1], kv.shape[3] // 2))
+    if value_scale is not None:
+        if scale is None:
+            raise ValueError("value_scale is given without scale, expected None: only scaled pages take it")
+        _require("value_scale", value_scale, (row.shape[0], kv.shape[1]), "float32")
 
 
 def check_relocate_pages(

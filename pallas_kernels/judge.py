@@ -48,8 +48,8 @@ def attention(
                 row = kv[page[b, m], :, s].astype(np.float64)  # [K, 2H]
                 keys, value = row[:, :head_dim], row[:, head_dim:]
                 if scale is not None:
-                    factors = scale[page[b, m], :, s].astype(np.float64)
-                    keys, value = keys * factors[:, :1], value * factors[:, 1:]
+                    size, of = kv.shape[2], scale[:, page[b, m]].astype(np.float64)  # [K, S]
+                    keys, value = keys * of[:, s : s + 1], value * of[:, size + s : size + s + 1]
                 score = (query * keys[:, None]).sum(-1)
                 scores.append(score if soft_cap is None else soft_cap * np.tanh(score / soft_cap))
                 values.append(value)
@@ -58,6 +58,15 @@ def attention(
             continue
         weights = np.exp(np.array(scores) - np.max(scores, 0))  # [S, K, G]
         out[b, t] = (weights[..., None] * np.array(values)[:, :, None]).sum(0) / weights.sum(0)[..., None]
+    return out
+
+
+def factors(scale: Array, rows: int, page_size: int) -> Array:
+    """The factors of every slot's key and value, [X, K, P, 2], of `scale` [K, X', S]."""
+    scale = np.asarray(scale)
+    out = np.full((rows, scale.shape[0], page_size, 2), np.nan, scale.dtype)
+    for x, k, s, part in np.ndindex(out.shape):
+        out[x, k, s, part] = scale[k, x, part * page_size + s]
     return out
 
 

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic_gpu as common
+from pallas_kernels.scales import scales_of_pages
 
 Array = Any
 
@@ -80,7 +81,7 @@ def paged_attention(
     if splits is None:
         splits = best_splits(batch * kv_heads, number)
     page = common.inside(page, kv.shape[0])
-    scales = None if scale is None else _scales(scale, page, plan.where)
+    scales = None if scale is None else _scales(scale, page, plan.where, kv.shape[2])
     parts = _partial(
         common.pad_rows(q, rows), kv, scales, page, plan, row_positions,
         tile=tile, splits=splits, window=window, soft_cap=soft_cap, interpret=interpret,
@@ -89,9 +90,9 @@ def paged_attention(
     return out.reshape(batch, kv_heads, length, group, head_dim).transpose(0, 2, 1, 3, 4)
 
 
-def _scales(scale: Array, page: Array, where: Array) -> Array:
+def _scales(scale: Array, page: Array, where: Array, page_size: int) -> Array:
     """f32[2, B, K, M·P]: factors of keys and of values in the order of the table, 0 where nobody may read."""
-    found = scale[page].transpose(4, 0, 2, 1, 3)  # [2, B, K, M, P]
+    found = scales_of_pages(scale, page, page_size).transpose(4, 0, 2, 1, 3)  # [2, B, K, M, P]
     found = found.reshape(*found.shape[:3], -1)
     return jnp.where((where < common.NOWHERE)[:, None], found, 0.0)
 

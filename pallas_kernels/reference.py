@@ -3,9 +3,9 @@
 Letters: B sequences, T query tokens, M table entries, R deltas, K KV heads, G query heads a KV head,
 P page size, H head dimension, X rows of the page array (layers · pages), n tokens or moves.
 
-Pages are float32, bfloat16, float8_e4m3fn or int8. With `scale` f32[X, K, P, 2] a stored key is worth
-`stored · scale[..., 0]` and a stored value `stored · scale[..., 1]`, one factor a slot and head. int8 pages
-need it, float8 pages may have it, float32 and bfloat16 pages never do.
+Pages are float32, bfloat16, float8_e4m3fn or int8. With `scale` f32[K, X', S], X' >= X and S >= 2P, the key
+in slot s of page x is worth `stored · scale[k, x, s]` and the value `stored · scale[k, x, P + s]`, one factor
+a slot and head. int8 pages need it, float8 pages may have it, float32 and bfloat16 pages never do.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, overload
 import jax.numpy as jnp
 
 from pallas_kernels.checks import check_append, check_attention, check_pages, check_relocate_pages
+from pallas_kernels.scales import put_pages, put_slots, scales_of_pages, scales_of_slots
 
 Array = Any
 
@@ -48,7 +49,7 @@ def paged_attention(
       first, lo, hi: i32[B, M].
       delta_index: i32[B, M/block].
       positions: i32[B, T] of the queries; a negative one sees nothing.
-      scale: f32[X, K, P, 2] of quantized pages.
+      scale: f32[K, X', S] of quantized pages.
       window: positions a query sees, its own included; None for all.
       soft_cap: scores become `soft_cap · tanh(score / soft_cap)`.
 
@@ -94,12 +95,26 @@ def append(
 
 @overload
 def append(
-    kv: Array, row: Array, slot: Array, keys: Array, values: Array, *, scale: Array
+    kv: Array,
+    row: Array,
+    slot: Array,
+    keys: Array,
+    values: Array,
+    *,
+    scale: Array,
+    value_scale: Array | None = None,
 ) -> tuple[Array, Array]: ...
 
 
 def append(
-    kv: Array, row: Array, slot: Array, keys: Array, values: Array, *, scale: Array | None = None
+    kv: Array,
+    row: Array,
+    slot: Array,
+    keys: Array,
+    values: Array,
+    *,
+    scale: Array | None = None,
+    value_scale: Array | None = None,
 ) -> Any:
     """Writes new tokens into their slots. In place when `kv` (and `scale`) are donated.
 
@@ -108,8 +123,10 @@ def append(
       row: i32[n]; a row outside 0..X-1 drops the write.
       slot: i32[n].
       keys, values: float[n, K, H].
-      scale: f32[X, K, P, 2]; then keys and values are quantized, each token and head by its largest
+      scale: f32[K, X', S]; then keys and values are quantized, each token and head by its largest
         absolute value.
+      value_scale: f32[n, K]; what values are divided by instead. Numbers that were stored with it, and
+        dequantized, are stored again as they were.
 
     Returns:
       kv, or (kv, scale) when scale is given.
@@ -117,15 +134,15 @@ def append(
     Raises:
       ValueError: a shape does not fit, or the pages' dtype and `scale` do not go together.
     """
-    check_append(kv, row, slot, keys, values, scale)
+    check_append(kv, row, slot, keys, values, scale, value_scale)
     kv, row = jnp.asarray(kv), inside(row, kv.shape[0])
     if scale is None:
         stored = jnp.concatenate([cast(keys, kv.dtype), cast(values, kv.dtype)], -1)
         return kv.at[row, :, slot].set(stored, mode="drop")
-    (keys, key_scale), (values, value_scale) = quantize(keys, kv.dtype), quantize(values, kv.dtype)
-    kv = kv.at[row, :, slot].set(jnp.concatenate([keys, values], -1), mode="drop")
-    factors = jnp.stack([key_scale, value_scale], -1)
-    return kv, jnp.asarray(scale).at[row, :, slot].set(factors, mode="drop")
+    (keys, of_key), (values, of_value) = quantize(keys, kv.dtype), quantize(values, kv.dtype, value_scale)
+    factors = jnp.stack([of_key, of_value], -1)
+    scale = put_slots(scale, kv, row, slot, factors)
+    return kv.at[row, :, slot].set(jnp.concatenate([keys, values], -1), mode="drop"), scale
 
 
 def relocate(
@@ -143,15 +160,19 @@ def relocate(
       kv: [X, K, P, 2H].
       source, target: (row i32[n], slot i32[n]); a target row outside 0..X-1 drops the copy.
       cos, sin: f32[n, rotary_dim/2] of each token's delta, half-split convention.
-      scale: f32[X, K, P, 2]; the rotated keys are quantized anew.
+      scale: f32[K, X', S]; the rotated keys are quantized anew.
 
     Returns:
       kv, or (kv, scale) when scale is given.
     """
     check_pages(kv, scale)
-    index = (inside(source[0], kv.shape[0]), slice(None), source[1])
-    at = (inside(target[0], kv.shape[0]), slice(None), target[1])
-    return _moved(kv, scale, index, at, cos[:, None], sin[:, None])
+    kv = jnp.asarray(kv)
+    index = inside(source[0], kv.shape[0]), source[1]
+    stored = kv.at[index[0], :, index[1]].get(mode="clip")
+    old = None if scale is None else scales_of_slots(scale, *index, kv.shape[2])
+    rows, factors = _turned(stored, old, cos[:, None], sin[:, None])
+    moved = kv.at[inside(target[0], kv.shape[0]), :, target[1]].set(rows, mode="drop")
+    return moved if scale is None else (moved, put_slots(scale, kv, *target, factors))
 
 
 def relocate_pages(
@@ -164,7 +185,7 @@ def relocate_pages(
       source: i32[n], rows of kv. No row is both a source and a target, and no target occurs twice.
       target: i32[n]; a row outside 0..X-1 drops the move.
       cos, sin: f32[n, rotary_dim/2] of each page's delta, half-split convention.
-      scale: f32[X, K, P, 2]; the rotated keys are quantized anew.
+      scale: f32[K, X', S]; the rotated keys are quantized anew.
 
     Returns:
       kv, or (kv, scale) when scale is given. In place when they are donated.
@@ -173,8 +194,10 @@ def relocate_pages(
       ValueError: a shape does not fit, or the pages' dtype and `scale` do not go together.
     """
     check_relocate_pages(kv, source, target, cos, sin, scale)
-    source, target = inside(source, kv.shape[0]), inside(target, kv.shape[0])
-    return _moved(kv, scale, (source,), (target,), cos[:, None, None], sin[:, None, None])
+    kv, (source, target) = jnp.asarray(kv), (inside(ids, kv.shape[0]) for ids in (source, target))
+    rows, factors = _turned(*gather_rows(kv, scale, source), cos[:, None, None], sin[:, None, None])
+    moved = kv.at[target].set(rows, mode="drop")
+    return moved if scale is None else (moved, put_pages(scale, kv, target, factors))
 
 
 def rotate_keys(keys: Array, cos: Array, sin: Array) -> Array:
@@ -184,10 +207,14 @@ def rotate_keys(keys: Array, cos: Array, sin: Array) -> Array:
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, keys[..., 2 * half :]], -1)
 
 
-def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
-    """Returns (stored, f32 scale) of float[..., H]: the largest value becomes the dtype's largest."""
+def quantize(x: Array, dtype: Any, scale: Array | None = None) -> tuple[Array, Array]:
+    """Returns (stored, f32 scale) of float[..., H]: the largest value becomes the dtype's largest.
+
+    With `scale` f32[...], that one is taken.
+    """
     x = jnp.asarray(x).astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), -1) / largest(dtype)
+    if scale is None:
+        scale = jnp.max(jnp.abs(x), -1) / largest(dtype)
     return cast(x / jnp.where(scale > 0, scale, 1.0)[..., None], dtype), scale
 
 
@@ -209,7 +236,7 @@ def largest(dtype: Any) -> float:
 def gather_rows(kv: Array, scale: Array | None, page: Array) -> tuple[Array, Array | None]:
     """Pages and scales of table entries; an entry outside the array reads some page."""
     kv = jnp.asarray(kv).at[page].get(mode="clip")
-    return kv, None if scale is None else jnp.asarray(scale).at[page].get(mode="clip")
+    return kv, None if scale is None else scales_of_pages(scale, page, kv.shape[-2])
 
 
 def dequantize(stored: Array, scale: Array | None) -> Array:
@@ -226,18 +253,11 @@ def inside(row: Array, rows: int) -> Array:
     return jnp.where((row >= 0) & (row < rows), row, rows)
 
 
-def _moved(kv: Array, scale: Array | None, source: Any, target: Any, cos: Array, sin: Array) -> Any:
-    kv = jnp.asarray(kv)
-    head_dim = kv.shape[-1] // 2
-    stored = kv.at[source].get(mode="clip")
-    values = stored[..., head_dim:]
+def _turned(stored: Array, scale: Array | None, cos: Array, sin: Array) -> tuple[Array, Any]:
+    """Stored rows [..., 2H] and factors [..., 2] with the keys rotated."""
+    head_dim = stored.shape[-1] // 2
+    keys, values = stored[..., :head_dim].astype(jnp.float32), stored[..., head_dim:]
     if scale is None:
-        keys = cast(rotate_keys(stored[..., :head_dim].astype(jnp.float32), cos, sin), kv.dtype)
-        return kv.at[target].set(jnp.concatenate([keys, values], -1), mode="drop")
-    scale = jnp.asarray(scale)
-    factors = scale.at[source].get(mode="clip")
-    keys = stored[..., :head_dim].astype(jnp.float32) * factors[..., :1]
-    keys, key_scale = quantize(rotate_keys(keys, cos, sin), kv.dtype)
-    kv = kv.at[target].set(jnp.concatenate([keys, values], -1), mode="drop")
-    factors = jnp.stack([key_scale, factors[..., 1]], -1)
-    return kv, scale.at[target].set(factors, mode="drop")
+        return jnp.concatenate([cast(rotate_keys(keys, cos, sin), stored.dtype), values], -1), None
+    keys, key_scale = quantize(rotate_keys(keys * scale[..., :1], cos, sin), stored.dtype)
+    return jnp.concatenate([keys, values], -1), jnp.stack([key_scale, scale[..., 1]], -1)

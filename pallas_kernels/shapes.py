@@ -172,7 +172,7 @@ def fill(case: Case, table: Tables, seed: int = 0) -> tuple[np.ndarray, np.ndarr
     stored = (parts / scale[..., None]).reshape(shape)
     if case.dtype == "int8":
         stored = np.where(np.isnan(stored), 127.0, np.round(stored))
-    return stored.astype(dtype), scale
+    return stored.astype(dtype), scale.transpose(1, 0, 3, 2).reshape(case.kv_heads, table.rows, -1)
 
 
 def build(case: Case, seed: int = 0) -> Inputs:

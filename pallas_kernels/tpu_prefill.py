@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels import tpu_work
+from pallas_kernels.scales import rows_of_pages
 from pallas_kernels.tpu_attention import VMEM_LIMIT, Tiling, attend
 from pallas_kernels.tpu_tiles import check_tiles
 from pallas_kernels.xla import NOWHERE, key_positions
@@ -115,12 +116,11 @@ def run(
     factors = None
     if scale is not None:
         # In the order of the tables, and 0 where nobody reads: unowned scales may be NaN.
-        # Gathered as flat rows: of [K, P, 2] blocks XLA for v6e and tpu7x pads all scales to tiles.
-        flat = jnp.asarray(scale).reshape(kv.shape[0], -1)
-        factors = flat.at[page].get(mode="clip").reshape(*page.shape, kv_heads, size, 2)
-        factors = jnp.where((where < NOWHERE)[:, :, None, :, None], factors, 0.0)
-        factors = factors.reshape(batch, blocks, tiling.block, kv_heads, size, 2)
-        factors = factors.transpose(0, 1, 5, 3, 2, 4).reshape(batch * blocks, 2 * kv_heads, -1)
+        factors = rows_of_pages(scale, page)[..., : 2 * size]  # [B, M, K, 2P]
+        factors = factors.reshape(batch, blocks, tiling.block, kv_heads, 2, size)
+        seen = (where < NOWHERE).reshape(batch, blocks, tiling.block, 1, 1, size)
+        factors = jnp.where(seen, factors, 0.0).transpose(0, 1, 4, 3, 2, 5)
+        factors = factors.reshape(batch * blocks, 2 * kv_heads, -1)
     out = attend(
         *(work, q, at, where.reshape(batch, blocks, -1), kv, factors),
         tiling=tiling,

@@ -16,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.reference import inside, largest
+from pallas_kernels.scales import rows_of_pages
+from pallas_kernels.tpu_append import write_scales
 from pallas_kernels.tpu_tiles import check_tiles
 
 Array = Any
@@ -35,14 +37,14 @@ def relocate_pages(
     scale: Array | None = None,
     interpret: Any = False,
 ) -> Any:
-    """`reference.relocate_pages` on a TPU. `scale`, a few hundredths of the pages, is moved by XLA.
+    """`reference.relocate_pages` on a TPU. `scale` is gathered by XLA and written in place.
 
     Raises:
       NotImplementedError: a size or dtype that the kernel does not take; the sentence names it.
     """
     kv = jnp.asarray(kv)
     rows, kv_heads, size, width = kv.shape
-    check_tiles(kv, interpret)
+    check_tiles(kv, interpret, scale)
     page_bytes = kv_heads * size * width * kv.dtype.itemsize
     depth = min(DEPTH, VMEM_RING // max(page_bytes, 1))
     if depth < 3:
@@ -103,10 +105,9 @@ def relocate_pages(
     if scale is None:
         return found[0]
     scale = jnp.asarray(scale)
-    moved = scale.at[source[order]].get(mode="clip")
-    grown = found[1][:count, ..., 0]
-    moved = jnp.stack([moved[..., 0] * grown, moved[..., 1]], -1)
-    return found[0], scale.at[target[order]].set(moved, mode="drop")
+    moved = rows_of_pages(scale, source[order])  # [n, K, S]
+    moved = moved.at[..., :size].multiply(found[1][:count, ..., 0])
+    return found[0], write_scales(scale, target[order], rows, moved, interpret=interpret)
 
 
 def start_all(copies: list[Any]) -> None:
@@ -162,8 +163,12 @@ def _kernel(
         return copies
 
     ahead = depth - 2  # pages coming in; one turns and one goes
+
+    def begin(n: int) -> None:  # scalars of a move that is not there must not be read
+        pl.when(n < count)(lambda: start_all(incoming(jnp.int32(n))))
+
     for n in range(ahead):
-        pl.when(n < count)(functools.partial(start_all, incoming(jnp.int32(n))))
+        begin(n)
 
     def move(n: Array, _: None) -> None:
         place = lax.rem(n, depth)

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.scales import TILE_ROWS, TILE_WIDTH
+
 Array = Any
 
 # Slots of a tile by bytes of an element: a register holds 8 rows of 32-bit words.
@@ -18,8 +20,11 @@ def tile_slots(dtype: Any, page_size: int) -> int:
     return least if page_size % least == 0 else page_size
 
 
-def check_tiles(kv: Array, interpret: Any) -> None:
-    """Raises NotImplementedError where pages are no whole tiles; interpret mode has no tiles."""
+def check_tiles(kv: Array, interpret: Any, scale: Array | None = None) -> None:
+    """Raises NotImplementedError where pages, or scales to be written, are no whole tiles.
+
+    Interpret mode has no tiles.
+    """
     if interpret:
         return
     _, _, size, width = kv.shape
@@ -30,4 +35,9 @@ def check_tiles(kv: Array, interpret: Any) -> None:
     if size % least:
         raise NotImplementedError(
             f"page size is {size}, the TPU kernels take multiples of {least} for {dtype.name} pages"
+        )
+    if scale is not None and (scale.shape[1] % TILE_ROWS or scale.shape[2] % TILE_WIDTH):
+        raise NotImplementedError(
+            f"scale has shape {tuple(scale.shape)}, the TPU kernels write it where it has a multiple of "
+            f"{TILE_ROWS} rows of a multiple of {TILE_WIDTH} numbers: see pallas_kernels.scale_shape"
         )

@@ -1,6 +1,6 @@
 """Compiles whole steps of the engine for a TPU that is not here. Run as a script, in a process of its own.
 
-    JAX_PLATFORMS=cpu PYTHONPATH=.:tests/pallas_kernels python tests/aot_steps.py v5e
+    JAX_PLATFORMS=cpu PYTHONPATH=.:tests/pallas_kernels python tests/aot_steps.py v5e bfloat16
 
 Prints one JSON line for each step: bytes of the pages, of what is aliased, of temporaries, or the error.
 Needs libtpu (`pip install "jax[tpu]"`).
@@ -23,7 +23,7 @@ from jaxkv.model.backend import Backend
 from jaxkv.model.params import abstract_params
 from jaxkv.model.sampling import SamplingInput
 
-B, P, ENTRIES, PAGES, DTYPE = 4, 16, 256, 16_384, "bfloat16"
+B, P, ENTRIES, PAGES = 4, 32, 256, 16_384
 CONFIG = jaxkv.ModelConfig(
     vocab_size=1024,
     num_layers=2,
@@ -54,11 +54,15 @@ def table(deltas: int) -> jaxkv.PageTable:
     return jaxkv.PageTable(**rows, delta_index=i32(B, ENTRIES * P // 256), deltas=i32(B, deltas))
 
 
-def programs() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Name -> jitted function, arguments, static options."""
-    kv = jax.ShapeDtypeStruct((CONFIG.num_layers * PAGES, 3, P, 128), jnp.dtype(DTYPE))
-    pages = (jaxkv.KVPages(kv=kv, num_pages=PAGES, dtype=DTYPE),)
-    params = abstract_params(CONFIG, jnp.dtype(DTYPE))
+def programs(dtype: str) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Name -> jitted function, arguments, static options, for pages of `dtype`."""
+    held = jax.eval_shape(
+        lambda: jaxkv.make_pages(
+            CONFIG, CONFIG.groups[0], num_pages=PAGES, page_size=P, dtype=dtype, platform="tpu"
+        )
+    )
+    pages = (held,)
+    params = abstract_params(CONFIG, jnp.dtype("bfloat16"))
 
     def step(length: int, deltas: int) -> jaxkv.StepInput:
         group = jaxkv.GroupInput(slots=i32(B, length), table=table(deltas))
@@ -88,11 +92,12 @@ def programs() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     }
 
 
-def main(chip: str) -> None:
-    """Compiles every step for a chip."""
+def main(chip: str, dtype: str) -> None:
+    """Compiles every step for a chip and a dtype of pages."""
     with pallas_kernels.compiling_for("tpu"):
-        for name, (function, arguments, options) in programs().items():
+        for name, (function, arguments, options) in programs(dtype).items():
             found: dict[str, Any] = {"step": name}
+            first = 0 if name == "relocate" else 1  # the argument that has the pages
             try:
                 placed = jax.tree.map(
                     lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding(chip)), arguments
@@ -100,7 +105,7 @@ def main(chip: str) -> None:
                 lowered = function.trace(*placed, **options).lower(lowering_platforms=("tpu",))
                 memory = lowered.compile().memory_analysis()
                 found |= {
-                    "pages": CONFIG.num_layers * PAGES * 3 * P * 128 * jnp.dtype(DTYPE).itemsize,
+                    "pages": sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arguments[first])),
                     "alias": memory.alias_size_in_bytes,
                     "temp": memory.temp_size_in_bytes,
                     "kernels": lowered.as_text().count("tpu_custom_call"),

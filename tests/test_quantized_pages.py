@@ -23,6 +23,7 @@ from jaxkv import core
 from jaxkv.cache.dtypes import KV_DTYPES
 from jaxkv.cache.pages import decode_storage, read_slots, write_slots
 from jaxkv.model.backend import Backend
+from pallas_kernels.judge import factors as factors_by_slot
 
 Engines = Callable[..., jaxkv.Engine]
 Text = Callable[..., np.ndarray]
@@ -58,7 +59,7 @@ def stored_bits(engine: jaxkv.Engine, sequence: jaxkv.Sequence) -> list[bytes]:
     held = np.unique(sequence.held_pages)
     at = (np.arange(pages.kv.shape[0] // pages.num_pages)[:, None] * pages.num_pages + held).reshape(-1)
     assert pages.scale is not None
-    return [np.asarray(array)[at].tobytes() for array in (pages.kv, pages.scale)]
+    return [np.asarray(pages.kv)[at].tobytes(), np.asarray(pages.scale)[:, at].tobytes()]
 
 
 @quantized
@@ -129,7 +130,7 @@ def numbers(pages: jaxkv.KVPages) -> np.ndarray:
 
 def factors(pages: jaxkv.KVPages) -> np.ndarray:
     """[L, slots, K, 2]."""
-    scale = np.asarray(pages.scale)
+    scale = factors_by_slot(pages.scale, len(pages.kv), P)
     return scale.reshape(-1, PAGES, *scale.shape[1:]).swapaxes(2, 3).reshape(-1, PAGES * P, 2, 2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -20,12 +21,20 @@ STEPS = ("prefill", "decode", "decode_many", "relocate")
     reason='not compiled for TPUs: libtpu is not installed (pip install "jaxkv[tpu]")',
 )
 @pytest.mark.parametrize(
-    "chip", ["v5e", *(pytest.param(c, marks=pytest.mark.slow) for c in ("v6e", "tpu7x"))]
+    ("chip", "dtype"),
+    [
+        ("v5e", "bfloat16"),
+        *(
+            pytest.param(chip, dtype, marks=pytest.mark.slow)
+            for chip, dtype in itertools.product(("v5e", "v6e", "tpu7x"), ("bfloat16", "int8"))
+            if (chip, dtype) != ("v5e", "bfloat16")
+        ),
+    ],
 )
-def test_steps_on_kernels_write_pages_in_place(chip: str) -> None:
+def test_steps_on_kernels_write_pages_in_place(chip: str, dtype: str) -> None:
     paths = [str(SCRIPT.parents[1]), str(SCRIPT.parent / "pallas_kernels"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), chip],
+        [sys.executable, str(SCRIPT), chip, dtype],
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",

@@ -18,6 +18,7 @@ from jaxkv import steps
 from jaxkv.cache.pages import storage_dtype
 from jaxkv.model.params import abstract_params
 from jaxkv.model.sampling import SamplingInput
+from pallas_kernels import scale_shape
 
 B, P, POOL_BYTES = 2, 16, 64 << 20
 CONFIG = tiny_config()
@@ -37,7 +38,7 @@ def abstract_pages(dtype: str) -> jaxkv.KVPages:
     page_bytes = CONFIG.num_layers * 2 * P * 32 * storage.itemsize
     pages = POOL_BYTES // page_bytes
     kv = jax.ShapeDtypeStruct((CONFIG.num_layers * pages, 2, P, 32), storage)
-    scale = f32(*kv.shape[:3], 2) if dtype in QUANTIZED else None
+    scale = f32(*scale_shape(kv.shape)) if dtype in QUANTIZED else None
     return jaxkv.KVPages(kv=kv, scale=scale, num_pages=pages, dtype=dtype)
 
 

@@ -21,6 +21,14 @@ from jaxkv.errors import ConfigError
 from jaxkv.model.config import LayerGroup, ModelConfig
 from jaxkv.typing import Array
 from pallas_kernels.reference import dequantize, quantize
+from pallas_kernels.scales import (
+    by_slot,
+    put_slots,
+    rows_of_pages,
+    scale_shape,
+    scales_of_pages,
+    scales_of_slots,
+)
 
 _BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}  # integers of the same size
 
@@ -30,7 +38,7 @@ class KVPages:
     """The pages of one layer group. A page id addresses the same slots in every layer of the group."""
 
     kv: Array  # storage[L·num_pages, K, P, 2H]
-    scale: Array | None = None  # f32[L·num_pages, K, P, 2], of the key and the value; None for float dtypes
+    scale: Array | None = None  # f32[K, X', S], see `pallas_kernels.scales`; None for float dtypes
     num_pages: int = struct.field(pytree_node=False)
     dtype: str = struct.field(pytree_node=False)  # of keys and values; the storage may be its bits
 
@@ -74,8 +82,10 @@ def make_pages(
         if value <= 0:
             raise ConfigError(f"{name} is {value}, expected a positive number")
     shape = (len(group.layers) * num_pages, config.num_kv_heads, page_size, 2 * config.head_dim)
-    storage = storage_dtype(dtype, platform or jax.default_backend())
-    scale = jnp.zeros((*shape[:3], 2), jnp.float32) if is_quantized(dtype) else None
+    platform = platform or jax.default_backend()
+    storage, scale = storage_dtype(dtype, platform), None
+    if is_quantized(dtype):
+        scale = jnp.zeros(scale_shape(shape, tiles=platform == "tpu"), jnp.float32)
     return KVPages(kv=jnp.zeros(shape, storage), scale=scale, num_pages=num_pages, dtype=dtype)
 
 
@@ -106,6 +116,7 @@ def write_slots(
     keys: Array,
     values: Array,
     append: Callable[..., Array] | None = None,
+    value_scale: Array | None = None,
 ) -> KVPages:
     """Writes new tokens of one layer. In place when `pages` is donated.
 
@@ -116,18 +127,21 @@ def write_slots(
         drops the write.
       keys, values: float32[..., K, H].
       append: a kernel with the arguments of `pallas_kernels.append`; XLA's scatter when None.
+      value_scale: f32[n, K] that values of quantized pages are stored with; their own largest when None.
     """
     kv_heads, head_dim = keys.shape[-2:]
     keys, values = (x.reshape(-1, kv_heads, head_dim) for x in (keys, values))
     row, offset = _rows(pages, layer, slots)
     if append is not None:
-        written = append(pages.kv, row, offset, keys, values, scale=pages.scale)
+        given = {} if value_scale is None else {"value_scale": value_scale}
+        written = append(pages.kv, row, offset, keys, values, scale=pages.scale, **given)
         kv, scale = (written, None) if pages.scale is None else written
         return pages.replace(kv=kv, scale=scale)  # type: ignore[attr-defined]
     scale = pages.scale
     if scale is not None:
-        (keys, of_key), (values, of_value) = (quantize(x, pages.dtype) for x in (keys, values))
-        scale = scale.at[row, :, offset].set(jnp.stack([of_key, of_value], -1), mode="drop")
+        keys, of_key = quantize(keys, pages.dtype)
+        values, of_value = quantize(values, pages.dtype, value_scale)
+        scale = put_slots(scale, pages.kv, row, offset, jnp.stack([of_key, of_value], -1))
     rows = _encode(jnp.concatenate([keys, values], -1), pages)
     kv = pages.kv.at[row, :, offset].set(rows, mode="drop")
     return pages.replace(kv=kv, scale=scale)  # type: ignore[attr-defined]
@@ -173,22 +187,20 @@ def copy_slots(
     gather = _gather_slots if append is None else _gather_slots_of_pages
     raw, factors = gather(pages, layer, source)
     keys, values = jnp.split(_values(raw, factors, pages).astype(jnp.float32), 2, -1)
-    copied = write_slots(pages, layer, target, turn(keys), values, append)
-    if factors is None or copied.scale is None:
-        return copied
-    # Dequantized values give the same numbers when they are quantized again, but maybe not the last bit
-    # of their scale.
-    row, offset = _rows(pages, layer, target)
-    scale = copied.scale.at[row, :, offset, 1].set(factors[..., 1], mode="drop")
-    return copied.replace(scale=scale)  # type: ignore[attr-defined]
+    # Values keep their scale, and so their bits: of dequantized ones the largest may give another last bit.
+    return write_slots(
+        pages, layer, target, turn(keys), values, append, None if factors is None else factors[..., 1]
+    )
 
 
 def _gather_slots(pages: KVPages, layer: int | Array, slots: Array) -> tuple[Array, Array | None]:
     """Stored rows [n, K, 2H] and scales [n, K, 2] of slots that exist."""
     page, offset = slots // pages.page_size, slots % pages.page_size
-    at = page + layer * pages.num_pages, slice(None), offset
-    raw = pages.kv.at[at].get(mode="promise_in_bounds")
-    return raw, None if pages.scale is None else pages.scale.at[at].get(mode="promise_in_bounds")
+    row = page + layer * pages.num_pages
+    raw = pages.kv.at[row, :, offset].get(mode="promise_in_bounds")
+    if pages.scale is None:
+        return raw, None
+    return raw, scales_of_slots(pages.scale, row, offset, pages.page_size, mode="promise_in_bounds")
 
 
 def _gather_slots_of_pages(pages: KVPages, layer: int | Array, slots: Array) -> tuple[Array, Array | None]:
@@ -196,11 +208,16 @@ def _gather_slots_of_pages(pages: KVPages, layer: int | Array, slots: Array) -> 
     page, offset = slots // pages.page_size, slots % pages.page_size
     row = page + layer * pages.num_pages
 
-    def pick(array: Array) -> Array:
-        whole = array.at[row].get(mode="promise_in_bounds")
+    def pick(whole: Array) -> Array:
         return jnp.take_along_axis(whole, offset[:, None, None, None], axis=2)[:, :, 0]
 
-    return pick(pages.kv), None if pages.scale is None else pick(pages.scale)
+    raw = pick(pages.kv.at[row].get(mode="promise_in_bounds"))
+    if pages.scale is None:
+        return raw, None
+    if jax.sharding.get_abstract_mesh().empty:
+        return raw, pick(by_slot(rows_of_pages(pages.scale, row), pages.page_size))
+    # Over a mesh heads are split, and stay a dimension of their own.
+    return raw, pick(scales_of_pages(pages.scale, row, pages.page_size, mode="promise_in_bounds"))
 
 
 def read_slots(pages: KVPages, layer: int | Array, slots: Array) -> Array:
@@ -216,7 +233,9 @@ def read_pages(pages: KVPages, layer: int, page: Array) -> Array:
     row = jnp.minimum(page, pages.num_pages - 1) + layer * pages.num_pages
     # Ids were validated on the host, so XLA need not clamp again.
     raw = pages.kv.at[row].get(mode="promise_in_bounds")
-    scale = None if pages.scale is None else pages.scale.at[row].get(mode="promise_in_bounds")
+    scale = pages.scale
+    if scale is not None:
+        scale = scales_of_pages(scale, row, pages.page_size, mode="promise_in_bounds")
     return _values(raw, scale, pages)
 
 
@@ -230,5 +249,5 @@ def poison_pages(pages: KVPages, page: Array) -> KVPages:
     shape = (rows.shape[0], *pages.kv.shape[1:])
     fill = LARGEST["int8"] if pages.dtype == "int8" else jnp.nan
     kv = pages.kv.at[rows].set(_encode(jnp.full(shape, fill, jnp.float32), pages))
-    scale = None if pages.scale is None else pages.scale.at[rows].set(jnp.nan)
+    scale = None if pages.scale is None else pages.scale.at[:, rows].set(jnp.nan)
     return pages.replace(kv=kv, scale=scale)  # type: ignore[attr-defined]

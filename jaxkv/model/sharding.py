@@ -24,10 +24,10 @@ MODEL_AXES = ("kv_heads", "heads", "mlp", "vocab")
 # By field name, as in `params.LAYER_AXES`. State that is not named here is whole on every device.
 PAGE_AXES = {
     "kv": ("layers_pages", "kv_heads", "slots", "head_dim"),
-    "scale": ("layers_pages", "kv_heads", "slots", "kind"),
+    "scale": ("kv_heads", "layers_pages", "slots"),
 }
 # The dimension over KV heads of what `pallas_kernels` takes, by argument name, and gives.
-_KERNEL_ARGUMENTS = {"q": 3, "kv": 1, "scale": 1, "keys": 1, "values": 1}
+_KERNEL_ARGUMENTS = {"q": 3, "kv": 1, "scale": 0, "keys": 1, "values": 1, "value_scale": 1}
 _KERNEL_RESULTS = {"paged_attention": 2, "append": 1, "relocate_pages": 1}
 
 
@@ -134,7 +134,7 @@ def on_shards(kernel: Callable[..., Any], function: Callable[..., Any], mesh: Me
 
         result: Any = spec(_KERNEL_RESULTS[function.__name__])
         if "scale" in arrays and function.__name__ != "paged_attention":
-            result = (result, result)
+            result = (result, spec(_KERNEL_ARGUMENTS["scale"]))
         run = jax.shard_map(
             lambda given: kernel(**given, **rest),
             mesh=mesh,

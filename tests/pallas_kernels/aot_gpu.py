@@ -127,7 +127,7 @@ def arguments(case: dict[str, Any]) -> tuple[Callable[..., Any], list[Any], tupl
         implementation=implementation,
     )
     if dtype.itemsize == 1:
-        shapes.append(((*pages[0][:3], 2), jnp.float32))
+        shapes.append((pallas_kernels.scale_shape(pages[0]), jnp.float32))
         return lambda *arrays: function(*arrays[:-1], scale=arrays[-1]), shapes, (), held
     return function, shapes, (), held
 

@@ -70,7 +70,7 @@ def program(
     """The function of a spec, its arguments and which of them it takes over."""
     scaled = dtype in ("int8", "float8_e4m3fn")
     kv = ((rows, kv_heads, page_size, 2 * head_dim), dtype)
-    scale = ((*kv[0][:3], 2), "float32") if scaled else None
+    scale = (pallas_kernels.scale_shape(kv[0], tiles=True), "float32") if scaled else None
     forced = {"implementation": "pallas_tpu"}
     ids = ((count,), "int32")
     if operation == "attention":

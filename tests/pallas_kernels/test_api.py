@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import dispatch, shapes, xla
+from pallas_kernels import dispatch, judge, scales, shapes, xla
 
 CASE = shapes.Case(name="", context=(20, 7), head_dim=8, page_size=4)
 
@@ -118,10 +118,42 @@ def test_int8_pages_need_a_scale() -> None:
         pallas_kernels.paged_attention(**arrays)
 
 
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 4, 8, 2), r"scale has shape \(2, 4, 8, 2\), expected \(2, 4 or more, 16 or more\)"),
+        ((2, 3, 16), r"scale has shape \(2, 3, 16\)"),
+        ((2, 4, 15), r"scale has shape \(2, 4, 15\)"),
+        ((3, 4, 16), r"scale has shape \(3, 4, 16\)"),
+    ],
+)
+def test_scales_that_do_not_fit_their_pages_are_named(shape: tuple[int, ...], message: str) -> None:
+    kv, one, new = jnp.zeros((4, 2, 8, 16), jnp.int8), jnp.zeros(1, jnp.int32), jnp.zeros((1, 2, 8))
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.append(kv, one, one, new, new, scale=jnp.zeros(shape))
+
+
+def test_packed_scales_are_those_of_their_slots() -> None:
+    factors = np.random.default_rng(0).standard_normal((5, 3, 4, 2)).astype(np.float32)
+    for tiles, shape in ((False, (3, 5, 8)), (True, (3, 8, 128))):
+        packed = pallas_kernels.pack_scales(factors, tiles=tiles)
+        assert packed.shape == pallas_kernels.scale_shape((5, 3, 4, 16), tiles=tiles) == shape
+        np.testing.assert_array_equal(judge.factors(packed, 5, 4), factors)
+        page = np.array([[4, 0], [2, 9]], np.int32)
+        found = scales.scales_of_pages(packed, page, 4)
+        np.testing.assert_array_equal(np.asarray(found)[:1], factors[page[:1]])
+        row, slot = np.array([3, 1], np.int32), np.array([0, 3], np.int32)
+        np.testing.assert_array_equal(scales.scales_of_slots(packed, row, slot, 4), factors[row, :, slot])
+
+
 def test_append_and_relocate_pages_check_their_arguments() -> None:
     kv, one = jnp.zeros((4, 2, 4, 16)), jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match="keys has shape"):
         pallas_kernels.append(kv, one, one, jnp.zeros((1, 2, 4)), jnp.zeros((1, 2, 8)))
+    with pytest.raises(ValueError, match="value_scale is given without scale"):
+        pallas_kernels.append(
+            kv, one, one, jnp.zeros((1, 2, 8)), jnp.zeros((1, 2, 8)), value_scale=jnp.ones((1, 2))
+        )
     with pytest.raises(ValueError, match="cos has 8 angles a move, expected 1 to 4"):
         pallas_kernels.relocate_pages(kv, one, one, jnp.zeros((1, 8)), jnp.zeros((1, 8)))
     with pytest.raises(ValueError, match="target has shape"):
@@ -141,7 +173,9 @@ def test_a_case_is_small_write_once_and_poisoned_where_nobody_reads(case: shapes
             owned.add((int(table.page[b, m]), s))
             stands.add((b, int(table.first[b, m]) + s))
     assert stands == {(b, p) for b, context in enumerate(case.context) for p in range(context)}
-    poisoned = inputs.kv if inputs.scale is None else inputs.scale
+    poisoned = inputs.kv
+    if inputs.scale is not None:
+        poisoned = judge.factors(inputs.scale, len(inputs.kv), case.page_size)
     nan = np.isnan(poisoned.astype(np.float32)).all((1, 3))
     assert {(int(r), int(s)) for r, s in np.argwhere(~nan)} == owned
     assert nan.any()

@@ -26,8 +26,8 @@ def _pages(rng: np.random.Generator, dtype: str, *, rows: int = 7, size: int = 3
     if dtype not in ("int8", "float8_e4m3fn"):
         kv[-1] = np.nan
         return jnp.asarray(kv).astype(dtype), None
-    scale = rng.uniform(0.5, 2.0, (*shape[:3], 2)).astype(np.float32)
-    return reference.cast(kv * 40, dtype), jnp.asarray(scale)
+    factors = rng.uniform(0.5, 2.0, (*shape[:3], 2)).astype(np.float32)
+    return reference.cast(kv * 40, dtype), pallas_kernels.pack_scales(factors, tiles=True)
 
 
 def _bits(x: Any) -> np.ndarray:
@@ -62,6 +62,32 @@ def test_append_in_several_chunks_of_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     np.testing.assert_array_equal(tpu_append.append(*args, interpret=GENERIC), reference.append(*args))
 
 
+def test_scales_of_many_pages_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages share tiles of 8 rows of scales; a tile ends one chunk and opens the next; slots keep apart."""
+    monkeypatch.setattr(tpu_append, "CHUNK_BYTES", 1)
+    rng = np.random.default_rng(7)
+    kv, scale = _pages(rng, "int8", rows=21, size=8, head=8)
+    places = rng.permutation(20 * 8)[:30].astype(np.int32)
+    row, slot = places // 8, places % 8
+    row[5], slot[6], slot[7] = -1, 8, -1  # dropped
+    new = rng.standard_normal((2, 30, 3, 8), np.float32)
+    given = rng.uniform(0.01, 0.1, (30, 3)).astype(np.float32)
+    kept = np.delete(np.arange(30), 7)  # a slot below 0 counts from the end in NumPy, and so in XLA
+    args = (kv, row, slot, new[0], new[1], scale, given)
+    found = jax.jit(lambda *a: tpu_append.append(*a[:5], scale=a[5], value_scale=a[6], interpret=GENERIC))(
+        *args
+    )
+    expected = jax.jit(lambda *a: reference.append(*a[:5], scale=a[5], value_scale=a[6]))(
+        *(kv, row[kept], slot[kept], new[0][kept], new[1][kept], scale, given[kept])
+    )
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(_bits(a), _bits(b))
+    written = np.delete(np.arange(30), [5, 6, 7])
+    by_slot = judge.factors(found[1], 21, 8)[row[written], :, slot[written]]
+    np.testing.assert_allclose(by_slot[..., 0], np.abs(new[0, written]).max(-1) / 127, rtol=1e-6)
+    np.testing.assert_array_equal(by_slot[..., 1], given[written])
+
+
 def test_append_of_nothing_writes_nothing() -> None:
     kv, _ = _pages(np.random.default_rng(2), "float32", size=8, head=8)
     none = jnp.full(3, 7, jnp.int32)
@@ -86,6 +112,8 @@ def test_relocate_pages_rotates_keys_and_copies_everything_else(dtype: str, half
         kv, source, target, cos, sin, scale=scale
     )
     stored, factors = found if scale is not None else (found, None)
+    if factors is not None:
+        scale, factors = (judge.factors(x, 7, 32) for x in (scale, factors))
     untouched = [0, 1, 5, 6]
     bits = _bits(stored)
     np.testing.assert_array_equal(bits[untouched], _bits(kv)[untouched])
@@ -101,7 +129,8 @@ def test_relocate_pages_rotates_keys_and_copies_everything_else(dtype: str, half
             allowed = tolerance("relocated_key") + (np.abs(exact) * 2.0**-8 if dtype == "bfloat16" else 0)
             assert np.all((np.abs(stored[t, ..., :64] - exact) <= allowed) | np.isnan(exact))
             continue
-        np.testing.assert_array_equal(np.asarray(factors)[t, ..., 1], np.asarray(scale)[s, ..., 1])
+        np.testing.assert_array_equal(factors[t, ..., 1], scale[s, ..., 1])
+        np.testing.assert_array_equal(factors[untouched], scale[untouched])
         exact = judge.rotated(old[s, ..., :64] * np.asarray(scale, np.float64)[s, ..., :1], angle[n])
         factor = np.asarray(factors, np.float64)[t, ..., :1]
         step = factor if dtype == "int8" else np.maximum(np.abs(exact) / 8, factor * 2.0**-9)
@@ -120,29 +149,48 @@ def test_many_moves_wrap_around_the_ring_and_over_grid_steps(monkeypatch: pytest
     np.testing.assert_allclose(found, reference.relocate_pages(*args), atol=tolerance("relocated_key"))
 
 
-def _run(operation: str, interpret: Any) -> Any:
+def _run(operation: str, interpret: Any, dtype: str = "float32") -> Any:
     rng = np.random.default_rng(6)
-    kv = jnp.asarray(rng.standard_normal((9, 1, 8, 16), np.float32))
+    kv, scale = jnp.asarray(rng.standard_normal((9, 1, 8, 16), np.float32)), None
+    if dtype == "int8":
+        kv, scale = (
+            reference.cast(kv * 40, dtype),
+            pallas_kernels.pack_scales(rng.uniform(1, 2, (9, 1, 8, 2))),
+        )
+        scale = scale.astype(jnp.float32)
     if operation == "append":
         places = np.array([0, 1, 9, 17, 30, 33, 41, 50], np.int32)
         new = rng.standard_normal((2, 8, 1, 8), np.float32)
         args: Any = (kv, places // 8, places % 8, new[0], new[1])
-        return tpu_append.append(*args, interpret=interpret), reference.append(*args)
+        found = tpu_append.append(*args, scale=scale, interpret=interpret)
+        return found, reference.append(*args, scale=scale)
     angle = rng.uniform(-3, 3, (4, 4)).astype(np.float32)
     args = (kv, np.arange(4, dtype=np.int32), np.arange(4, 8, dtype=np.int32), np.cos(angle), np.sin(angle))
-    return tpu_relocate.relocate_pages(*args, interpret=interpret), reference.relocate_pages(*args)
+    found = tpu_relocate.relocate_pages(*args, scale=scale, interpret=interpret)
+    return found, reference.relocate_pages(*args, scale=scale)
 
 
 @pytest.mark.parametrize("operation", ["append", "relocate_pages"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("interpret", [ON_WAIT, EAGER], ids=["on_wait", "eager"])
 def test_copies_are_ordered(
-    operation: str, interpret: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    operation: str,
+    dtype: str,
+    interpret: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(tpu_relocate, "DEPTH", 3)
     results: list[Any] = []
     with fresh_interpreter():
-        assert not found_race(lambda: results.append(_run(operation, interpret)), capfd)
-    np.testing.assert_allclose(*results[0], atol=tolerance("relocated_key"))
+        assert not found_race(lambda: results.append(_run(operation, interpret, dtype)), capfd)
+    found, expected = (jax.tree.leaves(x) for x in results[0])
+    # A key on the border of two int8 steps may fall on either side.
+    np.testing.assert_allclose(
+        found[0], expected[0], atol=1 if dtype == "int8" else tolerance("relocated_key")
+    )
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @pytest.mark.parametrize("operation", ["append", "relocate_pages"])
@@ -154,12 +202,30 @@ def test_a_missing_wait_is_caught(
         assert found_race(lambda: jax.block_until_ready(_run(operation, EAGER)), capfd)
 
 
+def test_a_missing_wait_for_scales_is_caught(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    without_waits(monkeypatch, tpu_append)
+    scale, new = jnp.ones((1, 16, 16)), jnp.ones((4, 1, 16))
+    row = jnp.array([0, 3, 9, 15], jnp.int32)
+    with fresh_interpreter():
+        assert found_race(
+            lambda: jax.block_until_ready(tpu_append.write_scales(scale, row, 16, new, interpret=EAGER)),
+            capfd,
+        )
+
+
 def test_pages_that_are_no_whole_tiles_are_refused() -> None:
     one, kv = jnp.zeros(1, jnp.int32), jnp.zeros((3, 2, 8, 128), jnp.bfloat16)
     with pallas_kernels.compiling_for("tpu"):
         with pytest.raises(NotImplementedError, match="page size is 8"):
             pallas_kernels.append(
                 kv, one, one, jnp.ones((1, 2, 64)), jnp.ones((1, 2, 64)), implementation="pallas_tpu"
+            )
+        kv, new = jnp.zeros((3, 2, 32, 128), jnp.int8), jnp.ones((1, 2, 64))
+        with pytest.raises(NotImplementedError, match=r"scale has shape \(2, 3, 64\), the TPU kernels"):
+            pallas_kernels.append(
+                *(kv, one, one, new, new), scale=jnp.ones((2, 3, 64)), implementation="pallas_tpu"
             )
         with pytest.raises(NotImplementedError, match="head dim is 40"):
             pallas_kernels.relocate_pages(

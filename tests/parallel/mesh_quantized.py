@@ -37,9 +37,9 @@ def require_shards(engine: jaxkv.Engine, kv_heads: int) -> None:
     for group in engine._memory.pages:
         if not isinstance(group, jaxkv.KVPages):
             continue
-        for array in (group.kv, group.scale):
+        for array, heads in ((group.kv, 1), (group.scale, 0)):
             assert len(array.sharding.device_set) == 4
-            assert {shard.data.shape[1] for shard in array.addressable_shards} == {kv_heads}
+            assert {shard.data.shape[heads] for shard in array.addressable_shards} == {kv_heads}
     engine.check()
 
 
@@ -116,7 +116,8 @@ def test_kernels_take_the_scales_of_their_shard(dtype: str) -> None:
     """Append and decode, interpreted on two devices, against their definitions."""
     rng, mesh, kv_heads, size = np.random.default_rng(3), mesh_of(2), 2, 32
     rows = rng.standard_normal((4, kv_heads, size, 2, 64)).astype(np.float32)
-    numbers, scale = (np.array(x) for x in reference.quantize(rows, dtype))
+    numbers, factors = reference.quantize(rows, dtype)
+    numbers, scale = np.array(numbers), np.array(pallas_kernels.pack_scales(factors, tiles=True))
     kv = numbers.reshape(4, kv_heads, size, 128)
     row, slot = np.array([1, 3], np.int32), np.array([4, 15], np.int32)
     keys, values = rng.standard_normal((2, 2, kv_heads, 64)).astype(np.float32)
@@ -130,8 +131,8 @@ def test_kernels_take_the_scales_of_their_shard(dtype: str) -> None:
     )
     written = run(*put)
     expected = reference.append(kv, row, slot, keys, values, scale=scale)
-    for found, exact in zip(written, expected, strict=True):
-        assert found.sharding.shard_shape(found.shape)[1] == 1
+    for found, exact, heads in zip(written, expected, (1, 0), strict=True):
+        assert found.sharding.shard_shape(found.shape)[heads] == 1
         np.testing.assert_array_equal(np.asarray(found), np.asarray(exact))
     q = rng.standard_normal((1, 1, 1, kv_heads, 2, 64)).astype(np.float32) / 8
     page = np.array([[1, 3, 0, 0]], np.int32)
