@@ -51,7 +51,7 @@ def paged_attention(
       page, first, lo, hi: i32[B, M].
       delta_index: i32[B, M/block].
       positions: i32[B, T]; a negative one sees nothing.
-      scale: f32[X, K, P, 2] of int8 pages, and of float8 pages that have one.
+      scale: f32[K, X', S], `pallas_kernels.scales`, of int8 pages, and of float8 pages that have one.
       window: positions that a query sees, itself included; None for all.
       soft_cap: scores become cap·tanh(score / cap); None for none.
       splits: parts of a context; None to fill the chip.
