@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from experiments.speed.peak import peak_bytes
 
 PEERS = ("transformers-float32", "transformers-bfloat16", "llama.cpp-float32")
 CONTEXT = 4608
@@ -152,7 +153,7 @@ def main(name: str, gguf: str) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if not request:
-            answer(peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+            answer(peak_bytes=peak_bytes())
             return
         tokens = [(7 * i) % 40_000 + 100 for i in range(request.get("prefill", request.get("context", 0)))]
         if "decode" in request:

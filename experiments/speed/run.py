@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import resource
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -20,6 +19,7 @@ from experiments.records import Record, RunDirectory
 from experiments.speed import limits
 from experiments.speed.config import SpeedConfig, resolve
 from experiments.speed.measure import Compilations, Subject, start_up
+from experiments.speed.peak import peak_bytes
 from experiments.speed.peers import CONTEXT, Peer
 from experiments.subject import load_subject
 from experiments.workloads.corpus import encode, load_corpus
@@ -58,6 +58,8 @@ def run(
         raise ConfigError(f"config.peer_gguf is '{speed.peer_gguf}', expected the GGUF file that peers load")
     path = speed.directory(workdir)
     out, progress = Console(), Console(stderr=True)
+    if not out.is_terminal:
+        out.width = max(out.width, 120)  # or names and figures are cut to fit 80 columns
     with RunDirectory(path) as directory:
         refuse_other(directory, speed)
         if directory.records():
@@ -89,7 +91,7 @@ def run(
             "start_up": start,
             "compiled": dict(compiled.totals),
             "bytes": _bytes(model, subject),
-            "peak_bytes": {OURS: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, **peaks},
+            "peak_bytes": {OURS: peak_bytes(), **peaks},
             "peer_versions": {peer.name: peer.version for peer in peers},
         }
         directory.write_config({**document, **facts})

@@ -6,15 +6,10 @@ python -m experiments.speed.start smollm2-135m float32
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 
-
-def peak() -> int:
-    """The most bytes that this process has held resident."""
-    # Kibibytes on Linux, bytes on macOS.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+from experiments.speed.peak import peak_bytes
 
 
 def main(model: str, dtype: str) -> None:
@@ -26,9 +21,9 @@ def main(model: str, dtype: str) -> None:
     import jaxkv
 
     jaxkv.enable_compilation_cache()
-    imported, before = time.perf_counter(), peak()
+    imported, before = time.perf_counter(), peak_bytes()
     loaded = jaxkv.load(model, dtype=dtype, progress=False)
-    ready, after = time.perf_counter(), peak()
+    ready, after = time.perf_counter(), peak_bytes()
     engine = jaxkv.Engine(loaded, num_pages=64)
     result = engine.prefill(np.arange(16))
     engine.generate(result.sequence, max_tokens=1, stop=())
