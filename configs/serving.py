@@ -12,9 +12,9 @@ Medians are printed, with ratios to the peers and to the rates of a matrix produ
 weights and of a copy, measured in the same run.
 
 Expected on two cores without AMX or AVX-512, as run on 2026-11-30: prompts from 512 tokens on level with
-transformers, at 60% of the matrix product's rate; decoding of one sequence at 64% of the rate at which weights
-are read at a context of 512 and at half of that at 4,096, twice as fast as transformers and slower than
-llama.cpp; an edit under scr twenty times faster to its first token than an exact one. The table is in
+transformers, at 60% of the matrix product's rate; decoding of one sequence at 64% of the rate at which
+weights are read at a context of 512 and at half of that at 4,096, twice as fast as transformers and slower
+than llama.cpp; an edit under scr twenty times faster to its first token than an exact one. The table is in
 experiments/RESULTS.md.
 """
 
