@@ -13,7 +13,7 @@ from tiny_hybrid import hybrid_config
 
 import jaxkv
 
-LONGEST, BATCH = 600, 3  # two widths of a copied loop's tables, three sizes of its batch
+LONGEST, BATCH = 600, 2  # two widths of a copied loop's tables, two sizes of its batch
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
