@@ -83,3 +83,17 @@ def text() -> Callable[..., np.ndarray]:
         return np.random.default_rng([seed, 77]).integers(0, VOCAB, n).astype(np.int32)
 
     return make
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """An entry for each program that XLA compiles, or takes from the persistent cache."""
+    events: list[str] = []
+
+    def listen(name: str, _: float, **__: object) -> None:
+        if name == "/jax/core/compile/backend_compile_duration":
+            events.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)

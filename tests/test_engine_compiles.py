@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import jax
 import numpy as np
-import pytest
 
 import jaxkv
 
 Engines = Callable[..., jaxkv.Engine]
 Text = Callable[..., np.ndarray]
-
-
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """Names of events of XLA compilation, one entry a program."""
-    events: list[str] = []
-
-    def listen(name: str, _: float, **__: object) -> None:
-        if name == "/jax/core/compile/backend_compile_duration":
-            events.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def workload(engine: jaxkv.Engine, text: Text, seed: int) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from tiny import VOCAB, make_model, tiny_config
@@ -20,20 +18,6 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bounded windows": ({"layer_types": ("local", "global"), "window": 16}, {"local_pages": 40}),
     "hybrid": ({"hybrid": True}, {"num_states": 16, "snapshot_every": 64}),
 }
-
-
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """An entry for each program that XLA compiles."""
-    events: list[str] = []
-
-    def listen(name: str, _: float, **__: object) -> None:
-        if name == "/jax/core/compile/backend_compile_duration":
-            events.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def make(kind: str) -> jaxkv.Engine:

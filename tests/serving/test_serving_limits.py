@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from tiny import NUM_PAGES, PAGE_SIZE
@@ -115,20 +114,6 @@ def test_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert skipping.now() >= 1e6
     skipping.wait_until(5.0)
     assert len(slept) == 1
-
-
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """Names of events of XLA compilation, one entry a program."""
-    events: list[str] = []
-
-    def listen(name: str, duration: float, **_: object) -> None:
-        if name == "/jax/core/compile/backend_compile_duration":
-            events.append(f"{name} {duration}")
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_a_mixed_load_compiles_a_bounded_number_of_programs_and_its_repeat_none(
