@@ -17,17 +17,21 @@ SMALL_STEP = 64  # tokens
 
 
 def step_shapes(chunk: int) -> list[int]:
-    """The padded shapes that steps have, ascending: powers of four from 16 on, one token, and a chunk."""
+    """The padded shapes that steps have, ascending: 1, 16, 64, then each twice the last, and a chunk.
+
+    Below 64 tokens a step costs mostly what its weights cost to read, above it what its products cost: there
+    a shape four times as large is twice the time for many a prompt.
+    """
     shapes = [1, 16]
-    while shapes[-1] * 4 < chunk:
-        shapes.append(shapes[-1] * 4)
+    while (after := shapes[-1] * (4 if shapes[-1] < SMALL_STEP else 2)) < chunk:
+        shapes.append(after)
     return [s for s in shapes if s < chunk] + [chunk]
 
 
 def step_sizes(count: int, chunk: int) -> list[tuple[int, int]]:
     """Splits `count` tokens into steps: (valid tokens, padded shape) each.
 
-    Whole chunks first. What is left goes into powers of four, so that few shapes are ever compiled and
+    Whole chunks first. What is left goes into `step_shapes`, so that few shapes are ever compiled and
     less than half of a step is padding. Depends on `count` alone: cold and warm runs see equal shapes.
     """
     sizes = [(chunk, chunk)] * (count // chunk)

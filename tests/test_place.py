@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxkv.cache.pool import PagePool
 from jaxkv.cache.sequence import EMPTY_SEGMENTS, slots_of
 from jaxkv.errors import CapacityError
-from jaxkv.schedule import Placement, place
+from jaxkv.schedule import Placement, place, step_shapes, step_sizes
 
 P = 8
 
@@ -65,3 +65,16 @@ def test_a_run_without_pages_changes_nothing() -> None:
         place(pool, first.segments, positions(5, 12), claimed=claimed)
     assert pool.refcount.tolist() == before
     assert claimed == set()
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 32, 100, 256, 512])
+def test_steps_hold_every_token_and_less_than_half_of_one_is_padding(chunk: int) -> None:
+    shapes = step_shapes(chunk)
+    assert shapes == sorted(set(shapes))
+    assert len(shapes) <= max(2, chunk).bit_length()
+    for count in range(1, 2 * chunk + 70):
+        sizes = step_sizes(count, chunk)
+        assert sum(valid for valid, _ in sizes) == count
+        assert all(0 < valid <= shape and shape in shapes for valid, shape in sizes)
+        # Up to 16 tokens a step costs what reading the weights does, however much of it is padding.
+        assert all(2 * valid >= shape for valid, shape in sizes if shape > 16), (count, sizes)

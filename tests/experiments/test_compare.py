@@ -20,6 +20,8 @@ from experiments.report.comparison import answer
 from experiments.runner import RunResult
 from jaxkv.errors import ConfigError, FormatError
 
+pytestmark = pytest.mark.once
+
 Change = Callable[[dict[str, Any]], None]
 
 

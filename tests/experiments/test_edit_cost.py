@@ -19,6 +19,8 @@ from experiments.paper_model import QWEN36_27B
 from jaxkv.errors import ConfigError
 from jaxkv.reuse.bill import bill
 
+pytestmark = pytest.mark.once
+
 CONFIG = Path(__file__).parents[2] / "configs" / "edit_cost.py"
 
 

@@ -168,6 +168,7 @@ def test_help_works() -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.once
 def test_killed_in_mid_run_and_resumed(tmp_path: Path, environment: dict[str, str]) -> None:
     """SIGKILL, then a torn line on top: the same command finishes, repeating nothing."""
     workdir = tmp_path / "run"

@@ -15,6 +15,8 @@ from experiments.workloads.case import Case
 from experiments.workloads.words import Speaker
 from jaxkv.errors import ConfigError
 
+pytestmark = pytest.mark.once
+
 TEXT = np.random.default_rng(3).integers(97, 123, 20_000).astype(np.int32)  # bytes a..z
 SMALL: dict[str, Any] = {
     "model": "tiny-random",

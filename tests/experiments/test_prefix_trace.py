@@ -23,6 +23,8 @@ from experiments.workloads.prefix_trace import make_trace, trace_digest
 from jaxkv.errors import ConfigError
 from jaxkv.serving.clock import ManualClock
 
+pytestmark = pytest.mark.once
+
 TOKENS = np.random.default_rng(1).integers(0, 200, 20_000).astype(np.int32)
 # One pool size, so that few steps are compiled; too small for the whole trace.
 SMALL: dict[str, Any] = {

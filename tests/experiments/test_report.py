@@ -22,6 +22,8 @@ from experiments.report.plots import draw_all
 from experiments.report.summary import summarize, to_csv
 from experiments.runner import RunResult
 
+pytestmark = pytest.mark.once
+
 
 def mean(values: list[float]) -> float:
     return math.fsum(values) / len(values)

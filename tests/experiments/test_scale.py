@@ -12,6 +12,8 @@ from experiments.scale.plan import Layout, Load, plan
 from experiments.scale.routing import Routed, Traffic, simulate, trace_of
 from jaxkv.serving.routing import ROUTES
 
+pytestmark = pytest.mark.once
+
 
 def test_models_are_as_large_as_they_are() -> None:
     one = Layout(data=1, model=1)

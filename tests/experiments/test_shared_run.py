@@ -17,6 +17,8 @@ from experiments.runner import RunResult
 from jaxkv import processes
 from jaxkv.errors import ProcessError
 
+pytestmark = pytest.mark.once
+
 
 def table(path: Path) -> str:
     """summary.csv without the columns that hold times."""

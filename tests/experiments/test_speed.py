@@ -15,6 +15,8 @@ from experiments.subject import load_subject
 from jaxkv.errors import ConfigError
 from jaxkv.io.checkpoint import save_checkpoint
 
+pytestmark = pytest.mark.once
+
 
 def test_a_run_measures_every_case_with_ratios_and_refuses_to_be_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

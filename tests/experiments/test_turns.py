@@ -16,6 +16,8 @@ from experiments.records import NOISE
 from experiments.runner import RunResult, run
 from jaxkv.errors import ConfigError
 
+pytestmark = pytest.mark.once
+
 Lines = Callable[[Path], list[dict[str, Any]]]
 
 

@@ -43,7 +43,7 @@ def require_shards(engine: jaxkv.Engine, kv_heads: int) -> None:
     engine.check()
 
 
-@pytest.mark.parametrize("dtype", list(STORE))
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 def test_an_engine_on_a_mesh_stores_what_one_on_one_device_stores(dtype: str) -> None:
     """Prefill in chunks over global and local layers with few pages, a hit, an edit in view form."""
     model = model_of(**WINDOWED)
