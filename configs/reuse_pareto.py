@@ -9,9 +9,9 @@ Model and text: SmolLM2-135M-Instruct in float32, contexts of 1,024 and 2,048 to
 reference prose. Six kinds of edit of 16 to 500 tokens at the head, 25%, 50% and 90%, every third cell of the
 grid; every policy. One kind of edit: `--config.edits=replace`; another model: `--config.model=path`.
 
-Not yet run to its end; the first cells at 1,024 tokens are in docs/approximation.md.
+Eight cells at 1,024 tokens are in docs/approximation.md, the whole grid was not yet run.
 Expected: `scr` alone is near a thousandth of a nat unless the head is edited or the edit is near the end;
-`first_k(32)` and `sinks(4)` repair that; `top_deviation` pays for its check layer; `erratum` is off by
+`first_k(32)` repairs that by up to an order; `top_deviation` pays for its check layer; `erratum` is off by
 tenths of a nat, as are the controls; `budget(0.01)` stays under its budget and falls back to exact.
 """
 

@@ -312,15 +312,18 @@ def _lines(axes: Any, style: Style, table: Mapping[str, Sequence[float]], low: f
 
 
 def _noise_line(axes: Any, noise: float) -> None:
+    """A dashed line on a log axis that has its data, with room for its name below."""
     if noise > 0:
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, noise * (noise / high) ** 0.08), high)
         axes.axhline(noise, color=INK, ls=(0, (4, 3)), lw=0.9, alpha=0.7)
         axes.annotate(
             "noise floor",
-            (1, noise),
+            (0, noise),
             xycoords=("axes fraction", "data"),
-            xytext=(-2, -3),
+            xytext=(3, -3),
             textcoords="offset points",
-            ha="right",
+            ha="left",
             va="top",
             fontsize=7.5,
         )
