@@ -7,7 +7,8 @@ Runtime: perhaps an hour and a half on two cores, with `--config.quick=True` abo
 
 Model and text: SmolLM2-135M-Instruct in float32, contexts of 1,024 and 2,048 tokens of Python's
 reference prose. Six kinds of edit of 16 to 500 tokens at the head, 25%, 50% and 90%, every third cell of the
-grid; every policy. One kind of edit: `--config.edits=replace`; another model: `--config.model=path`.
+grid; every policy. One kind of edit: `--config.edits=replace`; another model:
+`--config.model=path`, calibrated as docs/policies.md says, or without `budget` among its policies.
 
 Eight cells at 1,024 tokens are in docs/approximation.md, the whole grid was not yet run.
 Expected: `scr` alone is near a thousandth of a nat unless the head is edited or the edit is near the end;

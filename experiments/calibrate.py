@@ -65,10 +65,11 @@ def samples(records: list[Record]) -> tuple[list[Signals], list[float], list[Rec
 def fit_run(path: Path) -> Calibration:
     """A calibration from all answers of a run."""
     document, records = read_run(path)
-    signals, kl, _ = samples(records)
+    signals, kl, kept = samples(records)
     return fit(
         signals,
         kl,
+        edits=[r["case"] for r in kept],
         weights_digest=document["model"]["weights_digest"],
         model=document["model"]["name"],
         source=f"config {document['config_digest']}, corpus {document['corpus']['sha256'][:16]}",

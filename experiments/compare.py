@@ -79,8 +79,8 @@ class Difference:
 
     @property
     def decided(self) -> bool:
-        """Whether the interval of the KL's difference leaves out 0."""
-        return self.kl_low > 0 or self.kl_high < 0
+        """Whether the interval of the KL's difference leaves out 0; that of less than four cases is none."""
+        return self.cases >= 4 and (self.kl_low > 0 or self.kl_high < 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

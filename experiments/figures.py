@@ -28,6 +28,7 @@ class Reference:
     bare: Float32 | None  # f32[V], the answer to a task's question without its context
     # As `logits`, over float32 pages; None where a case does not choose its pages' dtype.
     wide: tuple[Float32, ...] | None = None
+    rotation: bool = False  # whether what rotation alone costs is asked for
 
 
 def describe(case: Case, policy: str) -> Record:

@@ -80,7 +80,7 @@ class Bench:
             }
         return self._engines[case.kv_dtype]
 
-    def reference(self, case: Case, *, layers: bool) -> Reference:
+    def reference(self, case: Case, *, layers: bool, rotation: bool = False) -> Reference:
         """The exact answers to `case`, computed afresh."""
         engine = self._engine(case)
         self._exact = None
@@ -99,6 +99,7 @@ class Bench:
             attention=engine.attention_outputs(sequence, text) if layers else None,
             greedy=self._greedy(engine, sequence),
             bare=bare,
+            rotation=rotation,
         )
 
     def _float32(self, case: Case) -> tuple[Float32, ...] | None:
@@ -247,7 +248,7 @@ class Bench:
         self, engine: Engine, case: Case, policy: Policy, result: StepResult, reference: Reference
     ) -> float | None:
         """KL of exact KV that was rotated as this policy's spans are: the part that is not staleness."""
-        if not self._config.rotation_every or case.before or self._exact is None:
+        if not reference.rotation or case.before or self._exact is None:
             return None
         spans = tuple(span for span in result.reuse.spans if span.delta)
         if not spans or (isinstance(policy, SCR) and not policy.rotate):

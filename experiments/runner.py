@@ -177,7 +177,11 @@ def _measure(
                 console.print(f"Case {number} of {len(todo)}: {case.id}", highlight=False)
             progress.update(task, description=f"{case.id}: reference")
             try:
-                reference = bench.reference(case, layers=_every(config.layers_every, index))
+                reference = bench.reference(
+                    case,
+                    layers=_every(config.layers_every, index),
+                    rotation=_every(config.rotation_every, index),
+                )
             except Exception as error:
                 # Without the reference nothing of this case can be judged.
                 for policy in missing:

@@ -32,12 +32,12 @@ def paged_attention(
 ) -> Array:
     """Causal attention of B sequences over the slots that their tables name.
 
-    Slot s of entry m stands at position `first[b, m] + s` and belongs to the sequence if
-    `lo[b, m] <= s < hi[b, m]`. A query sees a slot that stands at or before its own position and, with a
-    window, after `position - window`. Entries come in blocks of M / delta_index.shape[1]; the queries of
-    block j are `q[b, delta_index[b, j]]`, rotated by the caller at position - delta, so that keys are read
-    as they were born. Slots that stand at or before a sequence's last query must have been written;
-    other slots may hold anything.
+    Slot s of entry m stands at position `first[b, m] + s` and belongs to the sequence if `lo[b, m] <= s <
+    hi[b, m]`; those that do stand at 0 or later. A query sees a slot that stands at or before its own
+    position and, with a window, after `position - window`. Entries come in blocks of M /
+    delta_index.shape[1]; the queries of block j are `q[b, delta_index[b, j]]`, rotated by the caller at
+    position - delta, so that keys are read as they were born. Slots that stand at or before a sequence's
+    last query must have been written; other slots may hold anything.
 
     Args:
       q: f32[B, R, T, K, G, H], scaled.
@@ -51,7 +51,7 @@ def paged_attention(
       soft_cap: scores become `soft_cap · tanh(score / soft_cap)`.
       implementation: one of IMPLEMENTATIONS. "auto" takes the platform's kernel, or XLA where there is
         none for these arguments.
-      interpret: run Pallas kernels on the CPU: True, or a backend's interpreter parameters.
+      interpret: run a forced Pallas kernel on the CPU: True, or a backend's interpreter parameters.
 
     Returns:
       f32[B, T, K, G, H]; zeros where a query sees nothing.
@@ -90,7 +90,7 @@ def append(
     Args:
       kv: [X, K, P, 2H].
       row: i32[n]; a row outside 0..X-1 drops the write.
-      slot: i32[n]. No (row, slot) may occur twice.
+      slot: i32[n]; so does a slot outside 0..P-1. No other (row, slot) may occur twice.
       keys, values: float[n, K, H].
       scale: f32[K, X', S]; then keys and values are quantized, each token and head by its largest
         absolute value.

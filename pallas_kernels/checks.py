@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ KV_DTYPES = ("float32", "bfloat16", *QUANTIZED)
 
 def check_pages(kv: Array, scale: Array | None) -> None:
     """Raises ValueError unless kv is [X, K, P, 2H] and scale fits its dtype."""
+    _require_array("kv", kv)
     name = jnp.dtype(kv.dtype).name
     if len(kv.shape) != 4 or kv.shape[3] % 2:
         raise ValueError(
@@ -28,6 +30,7 @@ def check_pages(kv: Array, scale: Array | None) -> None:
         return
     if name not in QUANTIZED:
         raise ValueError(f"scale is given for {name} pages, expected None: only int8 and float8 are scaled")
+    _require_array("scale", scale)
     heads, rows, width = scale_shape(kv.shape)
     shape = tuple(scale.shape)
     if len(shape) != 3 or shape[0] != heads or shape[1] < rows or shape[2] < width:
@@ -50,17 +53,20 @@ def check_attention(
 ) -> None:
     """Raises ValueError where the arguments of `paged_attention` do not fit each other."""
     check_pages(kv, scale)
-    if len(q.shape) != 6:
-        raise ValueError(f"q has {len(q.shape)} axes, expected [B, R, T, K, G, H]")
+    _require_array("q", q, "float32")
+    for name, ids in (("page", page), ("delta_index", delta_index)):
+        _require_array(name, ids, "int")
+    if len(q.shape) != 6 or 0 in q.shape:
+        raise ValueError(f"q has shape {tuple(q.shape)}, expected [B, R, T, K, G, H], all at least 1")
     batch, _, length, kv_heads, _, head_dim = q.shape
     if (kv_heads, 2 * head_dim) != (kv.shape[1], kv.shape[3]):
         raise ValueError(
             f"q has {kv_heads} KV heads of {head_dim}, expected {kv.shape[1]} of {kv.shape[3] // 2} as in kv"
         )
-    if len(page.shape) != 2 or page.shape[0] != batch:
-        raise ValueError(f"page has shape {tuple(page.shape)}, expected [{batch}, M]")
+    if len(page.shape) != 2 or page.shape[0] != batch or not page.shape[1]:
+        raise ValueError(f"page has shape {tuple(page.shape)}, expected [{batch}, M], M at least 1")
     for name, value in (("first", first), ("lo", lo), ("hi", hi)):
-        _require(name, value, page.shape)
+        _require(name, value, page.shape, "int")
     if len(delta_index.shape) != 2 or delta_index.shape[0] != batch or not delta_index.shape[1]:
         raise ValueError(f"delta_index has shape {tuple(delta_index.shape)}, expected [{batch}, M/block]")
     if page.shape[1] % delta_index.shape[1]:
@@ -68,9 +74,9 @@ def check_attention(
             f"page has {page.shape[1]} entries, expected a multiple of the {delta_index.shape[1]} blocks "
             "of delta_index"
         )
-    _require("positions", positions, (batch, length))
-    if window is not None and window <= 0:
-        raise ValueError(f"window is {window}, expected None or a positive number of positions")
+    _require("positions", positions, (batch, length), "int")
+    if window is not None and (not isinstance(window, numbers.Integral) or window <= 0):
+        raise ValueError(f"window is {window}, expected None or a positive whole number of positions")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap}, expected None or a positive number")
 
@@ -86,11 +92,10 @@ def check_append(
 ) -> None:
     """Raises ValueError where the arguments of `append` do not fit each other."""
     check_pages(kv, scale)
-    if len(row.shape) != 1:
-        raise ValueError(f"row has shape {tuple(row.shape)}, expected [n]")
-    _require("slot", slot, row.shape)
+    _require_list("row", row)
+    _require("slot", slot, row.shape, "int")
     for name, value in (("keys", keys), ("values", values)):
-        _require(name, value, (row.shape[0], kv.shape[1], kv.shape[3] // 2))
+        _require(name, value, (row.shape[0], kv.shape[1], kv.shape[3] // 2), "float")
     if value_scale is not None:
         if scale is None:
             raise ValueError("value_scale is given without scale, expected None: only scaled pages take it")
@@ -102,18 +107,56 @@ def check_relocate_pages(
 ) -> None:
     """Raises ValueError where the arguments of `relocate_pages` do not fit each other."""
     check_pages(kv, scale)
-    if len(source.shape) != 1:
-        raise ValueError(f"source has shape {tuple(source.shape)}, expected [n]")
-    _require("target", target, source.shape)
+    _require_list("source", source)
+    _require("target", target, source.shape, "int")
+    _require_angles(kv, source.shape[0], cos, sin)
+
+
+def check_relocate(
+    kv: Array,
+    source: tuple[Array, Array],
+    target: tuple[Array, Array],
+    cos: Array,
+    sin: Array,
+    scale: Array | None,
+) -> None:
+    """Raises ValueError where the arguments of `reference.relocate` do not fit each other."""
+    check_pages(kv, scale)
+    _require_list("source row", source[0])
+    for name, ids in (("source slot", source[1]), ("target row", target[0]), ("target slot", target[1])):
+        _require(name, ids, source[0].shape, "int")
+    _require_angles(kv, source[0].shape[0], cos, sin)
+
+
+def _require_list(name: str, ids: Array) -> None:
+    _require_array(name, ids, "int")
+    if len(ids.shape) != 1:
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}, expected [n]")
+
+
+def _require_angles(kv: Array, count: int, cos: Array, sin: Array) -> None:
+    _require_array("cos", cos, "float")
     half = cos.shape[-1] if cos.shape else 0
     if not 0 < half <= kv.shape[3] // 4:
         raise ValueError(f"cos has {half} angles a move, expected 1 to {kv.shape[3] // 4}, half the head dim")
-    _require("cos", cos, (source.shape[0], half))
-    _require("sin", sin, cos.shape)
+    _require("cos", cos, (count, half), "float")
+    _require("sin", sin, cos.shape, "float")
 
 
 def _require(name: str, value: Array, shape: tuple[int, ...], dtype: str | None = None) -> None:
+    _require_array(name, value, dtype)
     if tuple(value.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {tuple(shape)}")
-    if dtype is not None and jnp.dtype(value.dtype).name != dtype:
-        raise ValueError(f"{name} has dtype {jnp.dtype(value.dtype).name}, expected {dtype}")
+
+
+def _require_array(name: str, value: Array, dtype: str | None = None) -> None:
+    """An array, of a dtype or a kind of dtypes ("int", "float")."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise ValueError(f"{name} is a {type(value).__name__}, expected an array")
+    kinds = {"int": jnp.integer, "float": jnp.floating}
+    found = jnp.dtype(value.dtype)
+    if dtype in kinds:
+        if not jnp.issubdtype(found, kinds[dtype]):
+            raise ValueError(f"{name} has dtype {found.name}, expected {dtype}")
+    elif dtype is not None and found.name != dtype:
+        raise ValueError(f"{name} has dtype {found.name}, expected {dtype}")

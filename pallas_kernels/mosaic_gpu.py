@@ -73,12 +73,14 @@ def tile_size(page_size: int, block: int, limit: int) -> int:
     )
 
 
-def check(q: Array, kv: Array, dtypes: tuple[str, ...], interpret: Any) -> None:
+def check(q: Array, kv: Array, dtypes: tuple[str, ...], interpret: Any, what: str) -> None:
     """Raises NotImplementedError, naming the reason, for what the Hopper kernels don't do."""
     check_device(interpret)
     head_dim, page_size = kv.shape[3] // 2, kv.shape[2]
     if jnp.dtype(kv.dtype).name not in dtypes:
-        raise NotImplementedError(f"this Hopper kernel reads {', '.join(dtypes)} pages, found {kv.dtype}")
+        raise NotImplementedError(
+            f"the Hopper kernel for {what} reads {', '.join(dtypes)} pages, found {kv.dtype}"
+        )
     if head_dim % 64 or head_dim > 256:
         raise NotImplementedError(f"Hopper kernels take head dims 64, 128, 192, 256, found {head_dim}")
     if page_size % 8:

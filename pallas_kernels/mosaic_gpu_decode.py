@@ -63,7 +63,7 @@ def paged_attention(
     Raises:
       NotImplementedError: a shape or dtype that this kernel does not do, by name.
     """
-    common.check(q, kv, DTYPES, interpret)
+    common.check(q, kv, DTYPES, interpret, "decode")
     batch, _, length, kv_heads, group, head_dim = q.shape
     rows = -(-length * group // 8) * 8
     if rows > common.ROWS:

@@ -65,7 +65,7 @@ def paged_attention(
             q, kv, page, first, lo, hi, delta_index, positions,
             scale=scale, window=window, soft_cap=soft_cap, interpret=interpret,
         )  # fmt: skip
-    common.check(q, kv, ("bfloat16",), interpret)
+    common.check(q, kv, ("bfloat16",), interpret, "prefill")
     page_size, block = kv.shape[2], page.shape[1] // delta_index.shape[1]
     tile = common.tile_size(page_size, block, 128 if head_dim <= 128 else 64)
     rows = -(-length * group // ROWS) * ROWS

@@ -14,7 +14,7 @@ from typing import Any, overload
 
 import jax.numpy as jnp
 
-from pallas_kernels.checks import check_append, check_attention, check_pages, check_relocate_pages
+from pallas_kernels.checks import check_append, check_attention, check_relocate, check_relocate_pages
 from pallas_kernels.scales import put_pages, put_slots, scales_of_pages, scales_of_slots
 
 Array = Any
@@ -36,11 +36,11 @@ def paged_attention(
 ) -> Array:
     """Causal attention of B sequences over the slots that their tables name.
 
-    Slot s of entry m stands at position `first[b, m] + s` and belongs to the sequence if
-    `lo[b, m] <= s < hi[b, m]`. A query sees a slot that stands at or before its own position and, with a
-    window, after `position - window`. Entries come in blocks of M / delta_index.shape[1]; the queries of
-    block j are `q[b, delta_index[b, j]]`, rotated by the caller at position - delta, so that keys are read
-    as they were born.
+    Slot s of entry m stands at position `first[b, m] + s` and belongs to the sequence if `lo[b, m] <= s <
+    hi[b, m]`; those that do stand at 0 or later. A query sees a slot that stands at or before its own
+    position and, with a window, after `position - window`. Entries come in blocks of M /
+    delta_index.shape[1]; the queries of block j are `q[b, delta_index[b, j]]`, rotated by the caller at
+    position - delta, so that keys are read as they were born.
 
     Args:
       q: f32[B, R, T, K, G, H], scaled.
@@ -66,7 +66,7 @@ def paged_attention(
     owned = (slot >= lo[..., None]) & (slot < hi[..., None])
     where = (first[..., None] + slot)[:, None]
     at = positions[:, :, None, None]
-    seen = owned[:, None] & (where <= at) & (at >= 0)
+    seen = owned[:, None] & (where <= at)
     if window is not None:
         seen &= where > at - window
     rows = dequantize(*gather_rows(kv, scale, page))
@@ -121,7 +121,7 @@ def append(
     Args:
       kv: [X, K, P, 2H].
       row: i32[n]; a row outside 0..X-1 drops the write.
-      slot: i32[n].
+      slot: i32[n]; so does a slot outside 0..P-1.
       keys, values: float[n, K, H].
       scale: f32[K, X', S]; then keys and values are quantized, each token and head by its largest
         absolute value.
@@ -135,7 +135,10 @@ def append(
       ValueError: a shape does not fit, or the pages' dtype and `scale` do not go together.
     """
     check_append(kv, row, slot, keys, values, scale, value_scale)
-    kv, row = jnp.asarray(kv), inside(row, kv.shape[0])
+    if not row.shape[0]:
+        return unchanged(kv, scale)
+    kv = jnp.asarray(kv)
+    row = inside(row, kv.shape[0], slot, kv.shape[2])
     if scale is None:
         stored = jnp.concatenate([cast(keys, kv.dtype), cast(values, kv.dtype)], -1)
         return kv.at[row, :, slot].set(stored, mode="drop")
@@ -158,21 +161,27 @@ def relocate(
 
     Args:
       kv: [X, K, P, 2H].
-      source, target: (row i32[n], slot i32[n]); a target row outside 0..X-1 drops the copy.
+      source, target: (row i32[n], slot i32[n]); a target outside the pages drops the copy.
       cos, sin: f32[n, rotary_dim/2] of each token's delta, half-split convention.
       scale: f32[K, X', S]; the rotated keys are quantized anew.
 
     Returns:
       kv, or (kv, scale) when scale is given.
+
+    Raises:
+      ValueError: a shape or dtype does not fit, or the pages' dtype and `scale` do not go together.
     """
-    check_pages(kv, scale)
+    check_relocate(kv, source, target, cos, sin, scale)
+    if not source[0].shape[0]:
+        return unchanged(kv, scale)
     kv = jnp.asarray(kv)
     index = inside(source[0], kv.shape[0]), source[1]
     stored = kv.at[index[0], :, index[1]].get(mode="clip")
     old = None if scale is None else scales_of_slots(scale, *index, kv.shape[2])
     rows, factors = _turned(stored, old, cos[:, None], sin[:, None])
-    moved = kv.at[inside(target[0], kv.shape[0]), :, target[1]].set(rows, mode="drop")
-    return moved if scale is None else (moved, put_slots(scale, kv, *target, factors))
+    row, slot = inside(target[0], kv.shape[0], target[1], kv.shape[2]), target[1]
+    moved = kv.at[row, :, slot].set(rows, mode="drop")
+    return moved if scale is None else (moved, put_slots(scale, kv, row, slot, factors))
 
 
 def relocate_pages(
@@ -194,10 +203,17 @@ def relocate_pages(
       ValueError: a shape does not fit, or the pages' dtype and `scale` do not go together.
     """
     check_relocate_pages(kv, source, target, cos, sin, scale)
+    if not source.shape[0]:
+        return unchanged(kv, scale)
     kv, (source, target) = jnp.asarray(kv), (inside(ids, kv.shape[0]) for ids in (source, target))
     rows, factors = _turned(*gather_rows(kv, scale, source), cos[:, None, None], sin[:, None, None])
     moved = kv.at[target].set(rows, mode="drop")
     return moved if scale is None else (moved, put_pages(scale, kv, target, factors))
+
+
+def unchanged(kv: Array, scale: Array | None) -> Any:
+    """What an operation on no tokens returns."""
+    return jnp.asarray(kv) if scale is None else (jnp.asarray(kv), jnp.asarray(scale))
 
 
 def rotate_keys(keys: Array, cos: Array, sin: Array) -> Array:
@@ -247,10 +263,17 @@ def dequantize(stored: Array, scale: Array | None) -> Array:
     return rows * jnp.repeat(scale, rows.shape[-1] // 2, axis=-1)
 
 
-def inside(row: Array, rows: int) -> Array:
-    """Rows with what is outside the array made `rows`, which a scatter drops; -1 would be its last row."""
+def inside(row: Array, rows: int, slot: Array | None = None, slots: int = 0) -> Array:
+    """Rows with what is outside the array made `rows`, which a scatter drops; -1 would be its last row.
+
+    With `slot`, those too whose slot is not one of `slots`.
+    """
     row = jnp.asarray(row)
-    return jnp.where((row >= 0) & (row < rows), row, rows)
+    within = (row >= 0) & (row < rows)
+    if slot is not None:
+        slot = jnp.asarray(slot)
+        within &= (slot >= 0) & (slot < slots)
+    return jnp.where(within, row, rows)
 
 
 def _turned(stored: Array, scale: Array | None, cos: Array, sin: Array) -> tuple[Array, Any]:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.reference import cast, inside, quantize
+from pallas_kernels.reference import cast, inside, quantize, unchanged
 from pallas_kernels.tpu_tiles import check_tiles, tile_slots
 
 Array = Any
@@ -44,7 +44,9 @@ def append(
     kv, row, slot = jnp.asarray(kv), jnp.asarray(row), jnp.asarray(slot)
     rows, _, size, _ = kv.shape
     check_tiles(kv, interpret, scale)
-    where = jnp.where((slot >= 0) & (slot < size), inside(row, rows), rows)
+    if not row.shape[0]:
+        return unchanged(kv, scale)
+    where = inside(row, rows, slot, size)
     if scale is None:
         new = jnp.concatenate([cast(keys, kv.dtype), cast(values, kv.dtype)], -1)
         return write_rows(kv, where, slot, new, interpret=interpret)

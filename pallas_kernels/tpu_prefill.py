@@ -139,7 +139,8 @@ def check(tiling: Tiling, entries: int, blocks: int) -> None:
         raise NotImplementedError(f"page size is {t.page_size}, the TPU kernel takes at most 32767")
     if t.deltas > tpu_work.MAX_DELTAS or blocks > tpu_work.MAX_BLOCKS:
         raise NotImplementedError(
-            f"the table has {blocks} blocks and {t.deltas} deltas, too many for the TPU kernel"
+            f"the table has {blocks} blocks and {t.deltas} deltas, the TPU kernel takes at most "
+            f"{tpu_work.MAX_BLOCKS} and {tpu_work.MAX_DELTAS}"
         )
     if entries > MAX_ENTRIES:
         raise NotImplementedError(

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.reference import inside, largest
+from pallas_kernels.reference import inside, largest, unchanged
 from pallas_kernels.scales import rows_of_pages
 from pallas_kernels.tpu_append import write_scales
 from pallas_kernels.tpu_tiles import check_tiles
@@ -52,6 +52,8 @@ def relocate_pages(
             f"a page has {page_bytes} bytes, the TPU kernel takes at most {VMEM_RING // 3}"
         )
     count, half = cos.shape
+    if not count:
+        return unchanged(kv, scale)
     source, target = inside(source, rows).astype(jnp.int32), inside(target, rows).astype(jnp.int32)
     source = jnp.minimum(source, rows - 1)
     # Moves that are dropped go last, and the kernel stops before them.

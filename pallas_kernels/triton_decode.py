@@ -68,7 +68,7 @@ def paged_attention(
         raise NotImplementedError(f"the Triton kernel takes one query a sequence, found {length}")
     if kv.dtype not in DTYPES or scale is not None:
         raise NotImplementedError(f"the Triton kernel reads float32 and bfloat16 pages, found {kv.dtype}")
-    for name, value in (("head dims", head_dim), ("page sizes", page_size), ("blocks", block)):
+    for name, value in (("head dims", head_dim), ("page sizes", page_size), ("blocks of entries", block)):
         if value & (value - 1):
             raise NotImplementedError(f"the Triton kernel takes {name} that are powers of two, found {value}")
     if head_dim < 16 or block * page_size < 16:

@@ -19,9 +19,9 @@ def mean_of(values: Iterable[Any]) -> float:
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
-    """Mean and 95% bootstrap interval; nan where there is nothing."""
-    if not values:
-        return math.nan, math.nan, math.nan
+    """Mean and 95% bootstrap interval; nan where there is nothing, an interval of nan where there is one."""
+    if len(values) < 2:
+        return mean_of(values), math.nan, math.nan
     return float(np.mean(values)), *bootstrap_interval(np.array(values))
 
 

@@ -39,19 +39,20 @@ def cases(config: ExperimentConfig, tokens: Int32, bos: int | None = None) -> li
 def _cells(config: ExperimentConfig) -> list[tuple[str, float | None, int, int]]:
     """Cells (edit, position, size, document) of the grid that `thin` keeps.
 
-    Neighbours differ in every axis, so thinning loses no value of an axis whole; documents rotate
-    over edit and position, so neither stands for one text.
+    Neighbours differ in every axis, so thinning by as much as an axis is long loses none of its values;
+    an edit keeps its first cell however thin the grid. Documents rotate over edit and position, so
+    neither stands for one text.
     """
     cells: list[tuple[str, float | None, int, int]] = []
     for i, edit in enumerate(config.edits):
         # Appending has one place, the end.
         positions = (None,) if edit == "append" else config.positions
-        cells += [
-            (edit, position, size, (i + j) % config.documents)
+        mine = [
+            (i + j + k, (edit, position, size, (i + j) % config.documents))
             for j, position in enumerate(positions)
             for k, size in enumerate(config.sizes)
-            if (i + j + k) % config.thin == 0
         ]
+        cells += [cell for number, cell in mine if number % config.thin == 0] or [mine[0][1]]
     return cells
 
 

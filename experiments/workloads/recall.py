@@ -80,20 +80,21 @@ def _case(
     question = speaker.question(derived if way == "derived" else direct)
     link = speaker.encode(depends) if way == "derived" else np.zeros(0, np.int32)
     stated = [speaker.encode(fact.format(word=word)) for word, _ in (old_word, new_word, twin_word)]
-    behind = distance if way != "direct" else max(distance, 1)
+    behind = distance if way == "derived" else max(distance, 1)
     room = context - len(stated[0]) - len(link) - len(question) - behind
     if room < 16:
         raise ConfigError(
             f"config.context holds {context}, expected at least {context + 16 - room} tokens for a "
             f"dependency distance of {distance}"
         )
-    front, back = room // 2, room - room // 2
+    # Between what depends on the fact and the question stands more text; elsewhere distance is all of it.
+    back = room - room // 2 if way == "derived" else 0
+    front = room - back
     start = int(rng.integers(0, len(tokens) - context))
     text = tokens[start : start + context]
     head = text[:front] if bos is None else np.insert(text[:front], 0, bos)
     middle = text[front : front + behind]
-    # Between what depends on the fact and the question stands more text, unless distances are direct.
-    close = text[front + behind : front + behind + (back if way != "direct" else 0)]
+    close = text[front + behind : front + behind + back]
     ending = np.concatenate([middle, link, close]).astype(np.int32)
     if way == "residue":
         old, twin = (np.concatenate([head, said, ending]) for said in (stated[0], stated[2]))

@@ -1,8 +1,8 @@
 """Predicting what an approximate answer costs in KL, from signals that are cheap to read.
 
-A ridge regression of log10 KL on a few signals, fitted on edits whose KL was measured, and a margin:
-the quantile of its leave-one-out residuals that covers `COVERAGE` of them (split conformal prediction,
-Lei et al., arXiv 1604.04173, on leave-one-out residuals). Calibrations belong to one model's weights.
+A ridge regression of log10 KL on a few signals, fitted on edits whose KL was measured, and a margin: the
+quantile that covers `COVERAGE` of its residuals, each taken with its edit left out of the fit (jackknife
+prediction intervals, Barber et al., arXiv 1905.02928). Calibrations belong to one model's weights.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Estimate:
     """A prediction of the mean KL(exact‖approx) over the next tokens, nats."""
 
     kl: float  # expected
-    bound: float  # not exceeded by `COVERAGE` of the calibration's edits
+    bound: float  # not exceeded by `COVERAGE` of the calibration's answers
     signals: Signals | None = None  # None when the answer is exact
     flops: float = 0.0  # of reading the signals
 
@@ -83,7 +83,7 @@ class Calibration:
     weights: tuple[float, ...]  # of the scaled features
     intercept: float
     margin: float  # decades of KL between the prediction and its bound
-    cases: int
+    cases: int  # answers
     source: str = ""  # the run that it was fitted on: config digest and corpus digest
 
     def estimate(self, signals: Signals) -> Estimate:
@@ -113,22 +113,36 @@ class Calibration:
 
 
 def fit(
-    signals: Many[Signals], kl: Many[float], *, weights_digest: str, model: str, source: str = ""
+    signals: Many[Signals],
+    kl: Many[float],
+    *,
+    weights_digest: str,
+    model: str,
+    source: str = "",
+    edits: Many[str] | None = None,
 ) -> Calibration:
     """Fits a calibration.
 
     Args:
-      signals: of n edits, n >= 20.
+      signals: of n answers, n >= 20.
       kl: the mean KL that was measured for each, nats; 0 or more.
       weights_digest, model, source: whose it is, and from what.
+      edits: which edit each answers, when several policies answered one; None when each its own. The margin
+        is of edits that the fit did not see, so all answers to one are left out together.
 
     Raises:
-      ConfigError: too few edits, lengths that differ, or a KL that is negative or not finite.
+      ConfigError: too few answers or edits, lengths that differ, or a KL that is negative or not finite.
     """
     measured = np.asarray(kl, np.float64)
     if len(signals) != len(measured) or len(measured) < 20:
         raise ConfigError(
-            f"signals are {len(signals)} and kl {len(measured)}, expected as many, at least 20 edits"
+            f"signals are {len(signals)} and kl {len(measured)}, expected as many, at least 20 answers"
+        )
+    groups = list(range(len(measured))) if edits is None else list(edits)
+    if len(groups) != len(measured) or len(set(groups)) < 5:
+        raise ConfigError(
+            f"edits are {len(groups)}, {len(set(groups))} of them different, expected {len(measured)} and at "
+            "least 5"
         )
     if not np.isfinite(measured).all() or (measured < 0).any():
         raise ConfigError("kl holds a number that is negative or not finite, expected nats per token")
@@ -139,9 +153,12 @@ def fit(
     gram = design.T @ design + _RIDGE * np.eye(x.shape[1])
     weights = np.linalg.solve(gram, design.T @ (y - y.mean()))
     residuals = y - (design @ weights + y.mean())
-    # Leave-one-out residuals of a ridge, in closed form: r / (1 − leverage).
-    leverage = np.einsum("ij,ji->i", design, np.linalg.solve(gram, design.T)) + 1 / len(y)
-    left_out = residuals / np.maximum(1 - leverage, 1e-6)
+    # Residuals of a ridge with one edit left out, in closed form: (1 − H)⁻¹ r over its answers.
+    hat = design @ np.linalg.solve(gram, design.T) + 1 / len(y)
+    left_out = np.empty_like(y)
+    for edit in dict.fromkeys(groups):
+        at = np.flatnonzero([group == edit for group in groups])
+        left_out[at] = np.linalg.solve(np.eye(len(at)) - hat[np.ix_(at, at)], residuals[at])
     rank = min(math.ceil(COVERAGE * (len(y) + 1)), len(y)) - 1
     return Calibration(
         weights_digest=weights_digest,

@@ -116,6 +116,21 @@ def test_judged_queries_are_those_of_the_definition() -> None:
     assert problem.error(out, wanted) == float("inf")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("context", [1000, 8000])
+def test_a_part_that_is_lost_is_wrong_however_long_the_context(context: int, dtype: str) -> None:
+    """One of 33 parts of a split: what it changes shrinks with the context, as answers do."""
+    case = shapes.benchmark_case("smollm2", 1, context, dtype=dtype)
+    wanted = problem.problem(case, 1)
+    call, arrays = candidates.attention("xla", wanted, "cpu")
+    assert problem.error(jax.jit(call)(*arrays), wanted) <= bench.allowed(wanted)
+    q, kv, page, first, lo, hi, *rest = arrays
+    lost = np.array(hi)
+    lost[:, : -(-page.shape[1] // 33)] = 0
+    found = jax.jit(call)(q, kv, page, first, lo, jnp.asarray(lost), *rest)
+    assert problem.error(found, wanted) > bench.allowed(wanted)
+
+
 def test_every_chained_call_runs() -> None:
     seen = timing.seconds_per_call(lambda x, y: x + y, jnp.zeros(()), jnp.ones(()), samples=3, sample_ms=0.01)
     assert len(seen) == 3

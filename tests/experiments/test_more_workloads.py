@@ -77,6 +77,8 @@ def test_a_recall_changes_one_word_and_asks_for_it() -> None:
             assert abs(distance - case.task.distance) <= 4
         else:
             assert "The " not in behind.split("\n\n", 1)[1]
+            assert abs(len(behind) - 3 - max(case.task.distance, 1)) <= 1
+        assert abs(len(case.new) + len(case.continuation) - 1 - case.context) <= 1, "all of it"
 
 
 def test_a_residue_deletes_a_secret_that_a_twin_never_had() -> None:
@@ -89,6 +91,7 @@ def test_a_residue_deletes_a_secret_that_a_twin_never_had() -> None:
         (differs,) = np.flatnonzero(case.old != case.twin)
         assert at <= differs < at + size
         assert case.old[differs] == case.task.answer
+        assert len(case.new) - at == max(case.task.distance, 1)
 
 
 def test_drift_moves_one_span_and_measures_at_powers_of_two() -> None:

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from experiments.records import NOISE
 from experiments.report.answer import answer, figure, multiple
+from experiments.report.columns import interval
 from experiments.report.labels import merge_points, overlaps, place_labels
 from experiments.report.page import inline_svg
 from experiments.report.plots import draw_all
@@ -142,6 +143,26 @@ def record(policy: str, kl: float, *, case: str = "a", flops: float = 1.0, **mor
 def summary_of(*records: dict) -> Any:
     policies = list(dict.fromkeys(r["policy"] for r in records if r["policy"] != NOISE))
     return summarize(records, policies)
+
+
+def test_what_a_policy_chose_is_counted_and_others_choose_nothing() -> None:
+    budget = "budget(0.01)"
+    summary = summary_of(
+        record("exact", 0.0, chosen="exact"),
+        record(budget, 1e-3, chosen=f"{budget}: scr"),
+        record(budget, 1e-3, case="b", chosen=f"{budget}: scr"),
+        record(budget, 0.0, case="c", chosen="exact"),
+        record("mine:LineStarts(198)", 1e-3, chosen="scr|line_starts(198,2)"),
+    )
+    assert summary.chosen == {budget: {"scr": 2, "exact": 1}}
+
+
+def test_one_case_has_no_interval() -> None:
+    mean, low, high = interval([0.1])
+    assert mean == 0.1
+    assert math.isnan(low)
+    assert math.isnan(high)
+    assert interval([0.1, 0.3])[0] == pytest.approx(0.2)
 
 
 GRID = [

@@ -136,6 +136,12 @@ def test_recall_agent_loop_rotation_and_greedy_figures_are_in_the_report(tmp_pat
     (record,) = [r for r in lines(grid.path) if r["policy"] == "scr"]
     assert 0 < record["rotation_kl"] < 1e-9 < record["divergence"]["kl"]["mean"]
     assert record["greedy"]["match"] <= 4
+    every_second = small(
+        tmp_path / "h", policies="scr", edits="insert", positions=(0.0,), sizes=(48, 40), rotation_every=2,
+        noise_every=0, documents=1,
+    )  # fmt: skip
+    rotations = [r["rotation_kl"] for r in lines(every_second.path) if r["policy"] == "scr"]
+    assert [value is None for value in rotations] == [False, True]
     text = (grid.path / "report.html").read_text()
     for part in ("Paired differences", "KL of rotation", "greedy tokens"):
         assert part in text

@@ -96,6 +96,13 @@ def test_distances_count_from_the_nearest_seam_before() -> None:
     assert append.distances(at).tolist() == [-1] * 6
 
 
+def test_an_edit_keeps_a_cell_however_thin_the_grid() -> None:
+    config = resolve({**GRID, "edits": EDITS, "positions": (0.0, 0.5), "sizes": (16, 20), "thin": 6})
+    found = [case.edit for case in make_cases(config, TOKENS)]
+    assert sorted(set(found)) == sorted(EDITS)
+    assert found.count("delete") == 1
+
+
 def test_thinning_keeps_every_value_of_every_axis() -> None:
     config = resolve({**GRID, "edits": ("delete", "insert", "replace"), "thin": 2})
     cases = make_cases(config, TOKENS)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import dispatch, judge, scales, shapes, xla
+from pallas_kernels import dispatch, judge, reference, scales, shapes, xla
 
 CASE = shapes.Case(name="", context=(20, 7), head_dim=8, page_size=4)
 
@@ -82,7 +82,9 @@ def test_auto_falls_back_to_xla_where_a_kernel_refuses(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": (2, 1, 1, 2, 8)}, "q has 5 axes"),
+        ({"q": (2, 1, 1, 2, 8)}, r"q has shape \(2, 1, 1, 2, 8\), expected \[B, R, T, K, G, H\]"),
+        ({"q": (2, 1, 0, 2, 2, 8)}, "all at least 1"),
+        ({"page": (2, 0)}, r"page has shape \(2, 0\), expected \[2, M\], M at least 1"),
         ({"q": (2, 1, 1, 3, 2, 8)}, "q has 3 KV heads of 8, expected 2 of 8"),
         ({"kv": (9, 2, 4, 15)}, "kv has shape"),
         ({"lo": (2, 7)}, "lo has shape"),
@@ -99,9 +101,29 @@ def test_a_shape_that_does_not_fit_is_named(change: dict[str, tuple[int, ...]], 
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("q", jnp.bfloat16, "q has dtype bfloat16, expected float32"),
+        ("page", jnp.float32, "page has dtype float32, expected int"),
+        ("delta_index", jnp.float32, "delta_index has dtype float32, expected int"),
+        ("positions", jnp.float32, "positions has dtype float32, expected int"),
+        ("kv", [1.0], "kv is a list, expected an array"),
+        ("lo", [1.0], "lo is a list, expected an array"),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
+def test_a_dtype_that_does_not_fit_is_named(name: str, value: Any, message: str, implementation: str) -> None:
+    arrays = _arrays()
+    arrays[name] = value if isinstance(value, list) else arrays[name].astype(value)
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.paged_attention(**arrays, implementation=implementation, interpret=True)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"window": 0}, "window is 0"),
+        ({"window": 2.5}, "window is 2.5, expected None or a positive whole number"),
         ({"soft_cap": -1.0}, "soft_cap is -1.0"),
         ({"scale": jnp.ones((2, 2))}, "scale is given for float32 pages"),
     ],
@@ -158,6 +180,32 @@ def test_append_and_relocate_pages_check_their_arguments() -> None:
         pallas_kernels.relocate_pages(kv, one, one, jnp.zeros((1, 8)), jnp.zeros((1, 8)))
     with pytest.raises(ValueError, match="target has shape"):
         pallas_kernels.relocate_pages(kv, one, jnp.zeros(2, jnp.int32), jnp.zeros((1, 4)), jnp.zeros((1, 4)))
+    with pytest.raises(ValueError, match="source has dtype float32, expected int"):
+        pallas_kernels.relocate_pages(kv, jnp.zeros(1), one, jnp.zeros((1, 4)), jnp.zeros((1, 4)))
+    with pytest.raises(ValueError, match="keys has dtype int32, expected float"):
+        pallas_kernels.append(kv, one, one, jnp.zeros((1, 2, 8), jnp.int32), jnp.zeros((1, 2, 8)))
+    with pytest.raises(ValueError, match="target slot has shape"):
+        reference.relocate(
+            kv, (one, one), (one, jnp.zeros(2, jnp.int32)), jnp.zeros((1, 4)), jnp.zeros((1, 4))
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
+def test_nothing_to_write_or_move_leaves_the_pages_alone(implementation: str, dtype: str) -> None:
+    kv, none = jnp.ones((4, 2, 8, 16), dtype), jnp.zeros(0, jnp.int32)
+    scale = None if dtype == "float32" else jnp.ones(pallas_kernels.scale_shape(kv.shape, tiles=True))
+    how = {"scale": scale, "implementation": implementation, "interpret": True}
+    new, angles = jnp.zeros((0, 2, 8)), jnp.zeros((0, 4))
+    for found in (
+        pallas_kernels.append(kv, none, none, new, new, **how),
+        pallas_kernels.relocate_pages(kv, none, none, angles, angles, **how),
+    ):
+        pages, *factors = found if isinstance(found, tuple) else (found,)
+        np.testing.assert_array_equal(pages, kv)
+        assert len(factors) == (scale is not None)
+        for factor in factors:
+            np.testing.assert_array_equal(factor, scale)
 
 
 @pytest.mark.parametrize("case", shapes.DECODE + shapes.PREFILL, ids=lambda c: c.name)

@@ -283,4 +283,5 @@ def test_relocation_on_the_device() -> None:
     kv, source, target, cos, sin, _ = _moves(np.random.default_rng(0), 9, 8, 128, 16, 64, jnp.bfloat16)
     expected = np.asarray(reference.relocate_pages(kv, source, target, cos, sin)).astype(np.float64)
     found = np.asarray(jax.jit(relocate_pages)(kv, source, target, cos, sin)).astype(np.float64)
-    np.testing.assert_allclose(found, expected, rtol=2.0**-8)
+    # Two roundings to bfloat16: a step apart.
+    np.testing.assert_allclose(found, expected, rtol=2.0**-7, atol=tolerance("relocated_key"))

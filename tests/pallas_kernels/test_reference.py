@@ -93,11 +93,12 @@ def _pages(rng: np.random.Generator) -> np.ndarray:
 
 def test_append_writes_its_slots_and_nothing_else() -> None:
     rng = np.random.default_rng(0)
-    kv, new = _pages(rng), rng.standard_normal((2, 4, KV_HEADS, HEAD), np.float32)
-    row, slot = np.array([4, 1, 6, -1], np.int32), np.array([3, 0, 2, 2], np.int32)
+    kv, new = _pages(rng), rng.standard_normal((2, 6, KV_HEADS, HEAD), np.float32)
+    row = np.array([4, 1, 6, -1, 2, 2], np.int32)
+    slot = np.array([3, 0, 2, 2, -1, SIZE], np.int32)
     found = np.asarray(pallas_kernels.append(jnp.asarray(kv), row, slot, new[0], new[1]))
     expected = kv.copy()
-    for i in range(2):  # the third and fourth rows are outside the array: dropped
+    for i in range(2):  # the rows or slots of the others are outside the array: dropped
         expected[row[i], :, slot[i], :HEAD] = new[0, i]
         expected[row[i], :, slot[i], HEAD:] = new[1, i]
     np.testing.assert_array_equal(found, expected)

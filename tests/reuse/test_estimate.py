@@ -64,13 +64,50 @@ def test_the_bound_covers_its_share_of_edits_it_never_saw() -> None:
 
 def test_few_edits_give_a_wide_margin_and_none_gives_an_error() -> None:
     assert make(20).margin > 0
-    with pytest.raises(ConfigError, match="at least 20 edits"):
+    with pytest.raises(ConfigError, match="at least 20 answers"):
         make(19)
     signals, kl = edits(30, 0)
     with pytest.raises(ConfigError, match="negative or not finite"):
         fit(signals, [*kl[:-1], -1.0], weights_digest="", model="")
     with pytest.raises(ConfigError, match="expected as many"):
         fit(signals, kl[:-1], weights_digest="", model="")
+
+
+def test_answers_to_one_edit_are_left_out_together() -> None:
+    """Four answers share what is unlike the law in their edit: the margin is that of an edit never seen."""
+
+    def shared(count: int, seed: int) -> tuple[list[Signals], list[float], list[str]]:
+        rng = np.random.default_rng([seed, 3])
+        one, kl = edits(count, seed, noise=0.05)
+        offset = 10 ** rng.normal(0, 0.5, count)
+        return (
+            [s for s in one for _ in range(4)],
+            [k * offset[i] * 10 ** rng.normal(0, 0.02) for i, k in enumerate(kl) for _ in range(4)],
+            [f"edit {i}" for i in range(count) for _ in range(4)],
+        )
+
+    known = {"weights_digest": "ab" * 32, "model": "m"}
+    covered, alone = [], []
+    for seed in range(8):
+        signals, kl, names = shared(18, seed)
+        together, apart = fit(signals, kl, edits=names, **known), fit(signals, kl, **known)
+        # By definition: fit without each edit, and look at what it gets wrong there.
+        left_out = []
+        for name in dict.fromkeys(names):
+            rest = [i for i, n in enumerate(names) if n != name]
+            own = [i for i, n in enumerate(names) if n == name]
+            again = fit([signals[i] for i in rest], [kl[i] for i in rest], **known)
+            left_out += [np.log10(kl[i] / again.estimate(signals[i]).kl) for i in own]
+        assert together.margin > apart.margin
+        # Scaled by other means and deviations without an edit: near, not equal.
+        assert together.margin == pytest.approx(np.sort(left_out)[69], rel=0.25)
+        new, measured, _ = shared(100, 50 + seed)
+        covered += [k <= together.estimate(s).bound for s, k in zip(new, measured, strict=True)]
+        alone += [k <= apart.estimate(s).bound for s, k in zip(new, measured, strict=True)]
+    assert np.mean(alone) < np.mean(covered)
+    assert np.mean(covered) > COVERAGE - 0.05
+    with pytest.raises(ConfigError, match="3 of them different, expected 72 and at least 5"):
+        fit(signals, kl, edits=["a", "b", "c"] * 24, **known)
 
 
 def test_a_calibration_reads_back_as_itself_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
