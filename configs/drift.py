@@ -6,11 +6,11 @@
 Runtime: about half an hour on two cores for the three dtypes of pages, with `--config.quick=True` (16
 edits) five minutes.
 
-Expected, as run on 2026-11-30 with 32 moves of 176 tokens in a context of 256: in view form keys are never rewritten, so their
-change against birth is 0 after any number of edits; the copy form starts from the keys as born and stays at
-one rounding; `scr(form=composed)`, which rotates its last copy again, reaches four to five times that, 5%
-in int8. KL is that of staleness in all three. The view form copies no KV, the other two copy the span at
-every edit, in int8 a quarter of the bytes of float32. docs/approximation.md has the table.
+Expected, as run on 2026-11-30 with 32 moves of 176 tokens in a context of 256: in view form keys are never
+rewritten, so their change against birth is 0 after any number of edits; the copy form starts from the keys
+as born and stays at one rounding; `scr(form=composed)`, which rotates its last copy again, reaches four to
+five times that, 5% in int8. KL is that of staleness in all three. The view form copies no KV, the other two
+copy the span at every edit, in int8 a quarter of the bytes of float32. docs/approximation.md has the table.
 """
 
 import ml_collections

@@ -17,6 +17,7 @@ from jaxkv.cache.dtypes import check_dtype
 from jaxkv.checks import check_geometry
 from jaxkv.errors import ConfigError, nearest
 from jaxkv.reuse.policies import policy_from_name
+from pallas_kernels import IMPLEMENTATIONS
 
 TINY_MODEL = "tiny-random"
 ACROSS = ("model", "corpus", "workload")
@@ -117,6 +118,8 @@ class ExperimentConfig:
     page_size: int = 16
     chunk_size: int = 512
     num_pages: int = 0  # 0: what the longest case needs
+    implementation: str = "auto"  # of attention and page writes, as of `jaxkv.Engine`
+    interpret: bool = False  # run a forced Pallas implementation on the CPU, slowly
     noise_offset: int = 23  # tokens that shift all chunks of the run that gives the noise floor
     noise_every: int = 1  # measure the noise floor on every n-th case; 0: never
     layers_every: int = 1  # K, V and attention errors on every n-th case; 0: never
@@ -135,6 +138,7 @@ class ExperimentConfig:
         )
         _one_of("workload", self.workload, tuple(WORKLOADS))
         _one_of("dtype", self.dtype, ("float32", "bfloat16"))
+        _one_of("implementation", self.implementation, IMPLEMENTATIONS)
         for name in ("name", "model", "corpus"):
             if not getattr(self, name):
                 raise ConfigError(f"config.{name} is empty, expected text")
@@ -174,8 +178,10 @@ class ExperimentConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values of all fields that say what is measured."""
         values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        unsaid = ("compare", "across", *(() if self.mesh else ("mesh",)))
-        return {key: value for key, value in values.items() if key not in unsaid}
+        # What is left as it is does not tell runs apart: runs of before these keys can be resumed.
+        ordinary = {"mesh": "", "implementation": "auto", "interpret": False}
+        said = {key: value for key, value in values.items() if key not in ("compare", "across")}
+        return {key: value for key, value in said.items() if key not in ordinary or value != ordinary[key]}
 
     @property
     def digest(self) -> str:

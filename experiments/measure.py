@@ -76,6 +76,8 @@ class Bench:
                     prefix_cache=self._model.config.recurrent is not None,
                     keep_operators=any("states=compose" in name for name in self._config.policies),
                     mesh=mesh_of(self._config.mesh, replicas=False),
+                    implementation=self._config.implementation,
+                    interpret=self._config.interpret,
                 )
             }
         return self._engines[case.kv_dtype]

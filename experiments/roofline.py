@@ -191,9 +191,9 @@ smollm2 has 9 query and 3 KV heads of 64, llama-8b 32 and 8 of 128, gemma 8 and 
 read the same bytes.
 """
 _TIMES = """The longer of bytes over HBM rate and FLOPs over peak; `c` where the FLOPs are the longer. In
-brackets: the compiler's own `optimal_seconds` for the compiled kernel, where one was asked. XLA counts what a
-Pallas kernel declares, so a difference to our figure is in what is counted, not in how fast it is. `-` where
-it adds up to less than nothing: XLA counts -1 second for an operation that it can't judge."""
+brackets: the compiler's own `optimal_seconds` for the compiled kernel, asked of the TPU compilers only. XLA
+counts what a Pallas kernel declares, so a difference to our figure is in what is counted, not in how fast it
+is. `-` where it adds up to less than nothing: XLA counts -1 second for an operation that it can't judge."""
 
 
 def main() -> None:

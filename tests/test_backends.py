@@ -78,6 +78,30 @@ def test_a_prompt_on_interpreted_kernels_gets_the_logits_of_the_definition(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    jax.version.__version_info__ < (0, 11, 2), reason="jax has no Mosaic GPU interpreter before 0.11.2"
+)
+def test_a_prompt_on_interpreted_hopper_kernels_is_near_the_definition(
+    wide: jaxkv.Model, judge: Decoder
+) -> None:
+    """bfloat16 pages, in tiles of 64 slots: prefill and decode; XLA writes."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 9)
+    engine = jaxkv.Engine(
+        wide, num_pages=6, page_size=64, chunk_size=64, max_deltas=2, kv_dtype="bfloat16",
+        implementation="pallas_gpu", interpret=True,
+    )  # fmt: skip
+    cold = engine.prefill(tokens[:8])
+    np.testing.assert_allclose(
+        cold.logits, judge.logits(tokens)[-2], atol=tolerance("logits_pages", "bfloat16")
+    )
+    warm = engine.extend(cold.sequence, tokens[8:])
+    np.testing.assert_allclose(
+        warm.logits, judge.logits(tokens)[-1], atol=tolerance("logits_pages", "bfloat16")
+    )
+    engine.check()
+
+
+@pytest.mark.slow
 def test_kernels_are_told_of_the_window() -> None:
     """Nine tokens in a layer that sees four of them, from the kernels that prefill and decode."""
     model = make_model(dataclasses.replace(CONFIG, layer_types=("local",), window=4))

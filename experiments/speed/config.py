@@ -50,6 +50,7 @@ class SpeedConfig(fields.Fields):
     chunk_size: int = 512
     kv_dtype: str = "model"  # of the pages; "model" is the model's own
     implementation: str = "auto"
+    interpret: bool = False  # run a forced Pallas implementation on the CPU, slowly
     start_up: bool = True  # also time two fresh processes: import, load, first token
     peers: tuple[str, ...] = ("none",)  # of experiments.speed.peers.PEERS
     peer_python: str = ""  # a Python that has the peers installed; this one when empty

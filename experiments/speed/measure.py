@@ -57,6 +57,7 @@ class Subject:
             chunk_size=config.chunk_size,
             kv_dtype=None if config.kv_dtype == "model" else config.kv_dtype,
             implementation=config.implementation,
+            interpret=config.interpret,
             prefix_cache=False,
         )
         self._prompts: dict[int, list[Sequence]] = {}  # by context; kept, or every repeat would compute them

@@ -115,6 +115,7 @@ def test_digest_depends_on_every_value() -> None:
         ({"edits": "delet"}, "config.edits holds 'delet', expected one of append"),
         ({"edits": "delet"}, "did you mean 'delete'?"),
         ({"workload": "edit"}, "config.workload holds 'edit'"),
+        ({"implementation": "pallas"}, "config.implementation holds 'pallas', expected one of auto, xla,"),
         ({"dtype": "f32"}, "config.dtype holds 'f32', expected one of float32, bfloat16"),
         ({"policies": "scrr"}, "policy 'scrr' is unknown"),
         ({"policies": ()}, None),  # exact is there all the same

@@ -204,3 +204,29 @@ def test_the_same_command_finds_its_own_directory(
     digest = json.loads((result.path / "config.json").read_text())["config_digest"]
     assert result.path == Path("runs") / f"small-{digest}"
     assert run_small(None, **TINY) == result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "triton"])
+def test_a_run_on_interpreted_kernels_gives_the_figures_of_xla(
+    run_small: Callable[..., RunResult], tmp_path: Path, implementation: str
+) -> None:
+    values = {
+        "context": (40,), "edits": ("delete",), "positions": (0.5,), "sizes": (8,), "documents": 1,
+        "continuation": 2, "policies": ("scr(min_span=8,tail=4)",), "chunk_size": 16, "num_pages": 12,
+        "greedy_tokens": 0, "noise_every": 0, "layers_every": 0,
+    }  # fmt: skip
+    found, expected = (
+        {r["policy"]: r for r in map(json.loads, (path / "cases.jsonl").read_text().splitlines())}
+        for path in (
+            run_small(tmp_path / "a", **values, implementation=implementation, interpret=True).path,
+            run_small(tmp_path / "b", **values, implementation="xla").path,
+        )
+    )
+    assert found.keys() == expected.keys() == {"exact", "scr(min_span=8,tail=4)"}
+    for policy, record in found.items():
+        other = expected[policy]
+        assert (record["status"], record["reuse"], record["flops"]) == ("ok", other["reuse"], other["flops"])
+        assert record["divergence"]["kl"]["mean"] == pytest.approx(
+            other["divergence"]["kl"]["mean"], rel=1e-2, abs=1e-9
+        )
