@@ -5,9 +5,8 @@
 Runtime: about twenty minutes on two cores, with `--config.quick=True` four minutes.
 
 Expected, as run on 2026-12-01 with `--config.num_items=6`: `exact` and `forget` answer the same, bit for
-bit, whatever was deleted. `scr` never says the secret, but it is a tenth more probable where text stood
-right behind it, and two pasts differ by 1e-4 nats; `first_k` and `dependents` do not change that.
-docs/approximation.md has the table.
+bit, whatever was deleted. `scr` never says the secret, but two pasts differ by 2e-4 nats; `first_k` and
+`dependents` lessen that and do not remove it. docs/approximation.md has the table.
 """
 
 import ml_collections
