@@ -104,7 +104,7 @@ def test_a_view_is_materialized_past_max_deltas_and_its_keys_stay_at_one_roundin
 
 
 def test_a_residue_run_tells_histories_apart_only_where_something_stale_is_kept(tmp_path: Path) -> None:
-    result = small(tmp_path / "a", workload="residue", policies="scr,forget", distances=(40,), num_items=2)
+    result = small(tmp_path / "a", workload="residue", policies="scr,forget", distances=(100,), num_items=2)
     by_policy = {p: [r for r in lines(result.path) if r["policy"] == p] for p in ("exact", "scr", "forget")}
     for clean in ("exact", "forget"):
         assert all(r["twin_kl"] < 1e-12 for r in by_policy[clean])
