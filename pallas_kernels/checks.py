@@ -153,10 +153,9 @@ def _require_array(name: str, value: Array, dtype: str | None = None) -> None:
     """An array, of a dtype or a kind of dtypes ("int", "float")."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise ValueError(f"{name} is a {type(value).__name__}, expected an array")
-    kinds = {"int": jnp.integer, "float": jnp.floating}
+    if dtype is None:
+        return
+    kinds: dict[str, Any] = {"int": jnp.integer, "float": jnp.floating}
     found = jnp.dtype(value.dtype)
-    if dtype in kinds:
-        if not jnp.issubdtype(found, kinds[dtype]):
-            raise ValueError(f"{name} has dtype {found.name}, expected {dtype}")
-    elif dtype is not None and found.name != dtype:
+    if not jnp.issubdtype(found, kinds.get(dtype, dtype)):
         raise ValueError(f"{name} has dtype {found.name}, expected {dtype}")

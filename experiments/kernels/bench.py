@@ -94,13 +94,20 @@ def allowed(wanted: problem.Problem) -> float:
     return TOLERANCE[wanted.case.dtype] * min(1.0, float(np.abs(wanted.expected).max()))
 
 
+def _right(row: Row, error: float, most: float) -> bool:
+    """Enters the error; whether the answer may be timed."""
+    row.error = error
+    if error <= most:  # false of nan
+        return True
+    row.status, row.reason = "wrong", f"error {error:.2g}, not timed"
+    return False
+
+
 def _attention(
     row: Row, wanted: problem.Problem, name: str, config: KernelsConfig, platform: str, ceiling: float
 ) -> None:
     call, arrays = candidates.attention(name, wanted, platform)
-    row.error = problem.error(jax.jit(call)(*arrays), wanted)
-    if not row.error <= allowed(wanted):
-        row.status, row.reason = "wrong", f"error {row.error:.2g}, not timed"
+    if not _right(row, problem.error(jax.jit(call)(*arrays), wanted), allowed(wanted)):
         return
     values = timing.seconds_per_call(
         candidates.chained(call),
@@ -138,9 +145,7 @@ def _relocation(
     before = np.asarray(wanted.kv[jnp.asarray(kept)])
     kv, *rest = wanted.arrays()
     kv = jax.jit(call, donate_argnums=0)(kv, *rest)
-    row.error = problem.move_error(before, kv, wanted)
-    if not row.error <= KEY_TOLERANCE[case.dtype]:
-        row.status, row.reason = "wrong", f"error {row.error:.2g}, not timed"
+    if not _right(row, problem.move_error(before, kv, wanted), KEY_TOLERANCE[case.dtype]):
         return
     values = timing.seconds_per_call(
         call,
@@ -156,9 +161,7 @@ def _torch(row: Row, wanted: problem.Problem, config: KernelsConfig, platform: s
     call, torch = candidates.torch_attention(wanted, platform)
     case = wanted.case
     out = call().float().cpu().numpy().reshape(case.batch, 1, case.kv_heads, case.group, case.head_dim)
-    row.error = problem.error(out, wanted)
-    if not row.error <= allowed(wanted):
-        row.status, row.reason = "wrong", f"error {row.error:.2g}, not timed"
+    if not _right(row, problem.error(out, wanted), allowed(wanted)):
         return
     calls, values = 1, []
     while True:

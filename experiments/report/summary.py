@@ -242,9 +242,9 @@ def _row(
 def _chosen(policy: str, records: list[Record]) -> dict[str, int]:
     """How often a policy that chooses chose what."""
     names = [r.get("chosen", policy) for r in records]
-    # What chooses names itself and its choice, "policy: choice", or "exact" alone; a policy of one's own is
+    # What chooses is recorded as "policy: choice", or as itself where it fell back; a policy of one's own is
     # recorded as it prints itself, which need not be how the run names it.
-    if not any(": " in name or name == "exact" for name in names) or policy == "exact":
+    if not any(": " in name for name in names):
         return {}
     parts = [name.partition(": ")[2] or "exact" for name in names]
     return {name: parts.count(name) for name in dict.fromkeys(parts)}
